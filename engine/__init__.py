@@ -1,0 +1,1 @@
+"""The machine of opdflow: generate ‖ score ‖ train. Knows neither Prefect nor MLflow."""

@@ -1,0 +1,336 @@
+"""Every knob of a run, once.
+
+A run is one TOML file, read into frozen models that refuse unknown keys. The docstring under each
+field is its documentation everywhere: in the README's table and in Prefect's run form.
+Sizes that follow from others (padding, cache width, cores per worker) are derived, not configured.
+"""
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """The run was described wrongly. The message says what, where, and what to do."""
+
+
+class Section(BaseModel):
+    """A table of the configuration file: frozen, and a stranger to unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class StudentConfig(Section):
+    """The model that learns."""
+
+    model: str
+    """Hugging Face folder or hub id of the causal language model to train."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of activations and published weights; `auto` is bfloat16 on a GPU, float32 on a CPU.
+    Master weights are float32 always."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model's files. Only for authors you trust."""
+
+
+class TeacherConfig(Section):
+    """The model that is imitated."""
+
+    model: str
+    """Hugging Face folder or hub id; must share the student's tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the teacher's activations; `auto` as for the student."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the teacher's logits before the softmax. Below 1 the target is sharper."""
+    trust_remote_code: bool = False
+    """As for the student."""
+
+
+class PromptsConfig(Section):
+    """Where prompts come from, and how they become token ids."""
+
+    path: str
+    """JSONL or Parquet at any fsspec URL. A row has `text` or `messages`, and optionally `id`,
+    `answer` and `verifier` (`boxed`, `exact`, `number`)."""
+    max_tokens: int = Field(512, gt=0)
+    """Longest prompt in tokens, chat template included."""
+    too_long: Literal["refuse", "skip"] = "refuse"
+    """A longer prompt ends the run before it starts, or is left out and counted."""
+    template: dict[str, bool | int | float | str] = {}
+    """Arguments of the tokenizer's chat template, for example `enable_thinking = false`."""
+
+
+class EvaluationConfig(Section):
+    """The fixed, held-out prompts on which models are compared."""
+
+    path: str
+    """As `prompts.path`. Its prompts are left out of training."""
+    limit: int = Field(256, gt=0)
+    """At most this many prompts, from the top of the file."""
+
+
+class RolloutConfig(Section):
+    """Generation by the student."""
+
+    backend: Literal["vllm", "hf"] = "vllm"
+    """`vllm` is fast; `hf` is plain transformers, the reference, and runs anywhere."""
+    workers: int = Field(1, gt=0)
+    """Rollout workers, each with its own copy of the student."""
+    max_new_tokens: int = Field(512, gt=0)
+    """Longest response. A response cut here has finish reason `length` and trains all the same."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the student's logits, in sampling and in the loss alike: both see one
+    distribution."""
+    slots: int = Field(128, gt=0)
+    """Responses that one worker generates at the same time. More is faster per token, and older."""
+    memory_gib: float = Field(1.0, gt=0)
+    """Memory of the key-value cache of one vLLM worker, in GiB, CPU or GPU."""
+
+
+class ScoringConfig(Section):
+    """Scoring by the teacher."""
+
+    workers: int = Field(1, gt=0)
+    """Teacher workers, each with its own copy of the teacher."""
+    token_budget: int = Field(8192, gt=0)
+    """Padded tokens in one forward pass; also the size at which waiting rollouts are sent."""
+    flush_seconds: float = Field(0.1, ge=0)
+    """Longest time a finished rollout waits for company before it is scored alone."""
+
+
+class Sampled(Section):
+    """Cache the emitted token alone: unbiased with its importance ratio, and noisy."""
+
+    type: Literal["sampled"] = "sampled"
+
+
+class Poisson(Section):
+    """Cache each id a with probability min(1, (n p(a))^alpha): unbiased, little noise."""
+
+    type: Literal["poisson"] = "poisson"
+    n: int = Field(256, gt=0)
+    """Ids likelier than 1/n are always kept. More costs bytes and cuts variance."""
+    alpha: float = Field(0.75, gt=0, le=1)
+    """Below 1, rare ids are kept more often than in proportion: robust when rollouts are stale."""
+    max_ratio: float | None = Field(None, gt=0)
+    """Cap on p/inclusion probability, which trades a little bias for robustness; none if unset."""
+
+
+class Dense(Section):
+    """The teacher's whole vocabulary: exact, the oracle. For small vocabularies."""
+
+    type: Literal["dense"] = "dense"
+
+
+class TeacherTopK(Section):
+    """The teacher's k likeliest ids and a bucket for the rest."""
+
+    type: Literal["teacher_top_k"] = "teacher_top_k"
+    k: int = Field(16, gt=0)
+    """Ids per token. The rest of the vocabulary is one bucket, so that the loss stays >= 0."""
+
+
+class ReverseKL(Section):
+    """KL(student || teacher): the student learns what it would say itself."""
+
+    type: Literal["reverse_kl"] = "reverse_kl"
+    cache: Annotated[Sampled | Poisson | Dense, Field(discriminator="type")] = Poisson()
+    """What is cached of the two distributions at each token."""
+
+
+class ForwardKL(Section):
+    """KL(teacher || student): the student covers all that the teacher would say."""
+
+    type: Literal["forward_kl"] = "forward_kl"
+    cache: Annotated[TeacherTopK | Dense, Field(discriminator="type")] = TeacherTopK()
+    """What is cached of the two distributions at each token."""
+
+
+Estimator = Annotated[ReverseKL | ForwardKL, Field(discriminator="type")]
+Cache = Sampled | Poisson | Dense | TeacherTopK
+
+
+class OptimizerConfig(Section):
+    """How gradients become weights."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the updates of the hidden layers' matrices; the rest takes AdamW."""
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    matrix_lr: float = Field(0.01, gt=0)
+    """Peak learning rate of the matrices under `muon`."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices and embeddings."""
+    warmup_steps: int = Field(2, ge=0)
+    """Steps of linear rise to the peak."""
+    final_fraction: float = Field(0.05, ge=0, le=1)
+    """Fraction of the peak that is left at the last step, after a linear decay."""
+    clip: float = Field(1.0, gt=0)
+    """Largest norm of the gradient."""
+
+
+class TrainingConfig(Section):
+    """What a step is made of."""
+
+    steps: int = Field(gt=0)
+    """Steps of the run. A step trains on one batch of responses, then publishes weights once."""
+    batch: int = Field(64, gt=0)
+    """Responses in a step."""
+    mini_batches: int = Field(1, gt=0)
+    """Optimizer updates that share a step's batch."""
+    passes: int = Field(1, gt=0)
+    """Times a step goes over its batch."""
+    micro_tokens: int = Field(8192, gt=0)
+    """Padded tokens in one forward and backward pass. Gradients don't depend on it; memory does."""
+
+
+class StalenessConfig(Section):
+    """How far generation may run ahead of training."""
+
+    max: int = Field(1, ge=0)
+    """Greatest age, in steps, of a token that reaches the loss. 0 is strict synchronous training;
+    more keeps all workers busy through long responses, on older data."""
+    older: Literal["mask", "drop", "wait"] = "mask"
+    """Of a response with tokens beyond the bound: train on its fresh tokens only, drop it and queue
+    its prompt again, or let the learner wait for the oldest response so that none gets so old."""
+
+
+class CheckpointConfig(Section):
+    """Segments: what is redone after a failure."""
+
+    every: int = Field(25, gt=0)
+    """Steps between two checkpoints. A failed segment starts again from its checkpoint."""
+    keep: int = Field(2, gt=0)
+    """Checkpoints kept on storage; older ones are deleted."""
+    retries: int = Field(2, ge=0)
+    """Times that a segment is tried again before the run fails."""
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str = ""
+    """Tracking URI; empty is a SQLite file in `directory`. User and password come from MLflow's
+    environment variables, never from here."""
+    experiment: str = "opdflow"
+    """Experiment under which runs are listed."""
+    model_name: str = "student"
+    """Registered model whose new version gets the alias `candidate`."""
+
+
+class RunConfig(Section):
+    """One run of `distill`."""
+
+    student: StudentConfig
+    teacher: TeacherConfig
+    prompts: PromptsConfig
+    evaluation: EvaluationConfig
+    training: TrainingConfig
+    rollout: RolloutConfig = RolloutConfig()
+    scoring: ScoringConfig = ScoringConfig()
+    estimator: Estimator = ReverseKL()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    directory: str = "runs"
+    """Folder for runs, the teacher cache and, by default, MLflow's and Prefect's databases."""
+    ray_address: str = ""
+    """Address of a running Ray cluster; empty starts one on this machine for the run."""
+    seed: int = 0
+    """Seeds prompts' order, sampling and mini-batches."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "RunConfig":
+        if self.training.mini_batches > self.training.batch:
+            raise ValueError(
+                f"training.mini_batches ({self.training.mini_batches}) is larger than "
+                f"training.batch ({self.training.batch}): a mini-batch needs a response"
+            )
+        return self
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Reads a run's TOML file and applies overrides of the form `key.sub=value`.
+
+    Paths in the file are taken as they are, relative to the working directory.
+    Raises ConfigError naming the file, the key and the nearest valid key.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides or []:
+        _override(data, override)
+    return parse(data, str(path))
+
+
+def parse(data: dict[str, Any], where: str) -> RunConfig:
+    """Validates a run given as plain data; `where` names it in errors."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: write key.sub=value")
+    *tables, leaf = key.strip().split(".")
+    for table in tables:
+        data = data.setdefault(table, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"override {override!r}: {table!r} is a value, not a table")
+    try:
+        data[leaf] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        data[leaf] = text  # an unquoted string, as a shell gives it
+
+
+def valid_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every key that a configuration file may hold, dotted; variants of a union share a prefix."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for nested in _sections(field.annotation):
+            yield from valid_keys(nested, f"{prefix}{name}.")
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
+        return [s for part in typing.get_args(annotation) for s in _sections(part)]
+    return []
+
+
+def _explain(problem: Any) -> str:
+    keys = list(dict.fromkeys(valid_keys()))
+    parts = [str(part) for part in problem["loc"]]
+    # A union puts its variant's tag into the location; the file has no such table.
+    dotted = ""
+    for position, part in enumerate(parts):
+        candidate = f"{dotted}.{part}" if dotted else part
+        if candidate in keys or position == len(parts) - 1:
+            dotted = candidate
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.5)
+        # A key put into the wrong table is found by its last part.
+        near = near or [k for k in keys if k.split(".")[-1] == parts[-1]][:1]
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        return f"unknown key `{dotted}`{hint}"
+    if problem["type"] == "missing":
+        return f"`{dotted}` is required and missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"`{dotted}`: {message} (got {problem['input']!r})" if dotted else message

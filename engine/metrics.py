@@ -1,0 +1,124 @@
+"""The catalogue of metrics: what each is, in which unit, and what to do when it moves.
+
+Emitting a name that is not here is an error, so the catalogue can't lag behind the code.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a step."""
+
+    unit: str
+    meaning: str
+    advice: str
+
+
+CATALOGUE: dict[str, Metric] = {
+    "train/loss": Metric(
+        "nats/token",
+        "estimated divergence from the teacher on the trained tokens, before the step's updates",
+        "should fall; a rise over several steps: lower optimizer.lr",
+    ),
+    "train/accuracy": Metric(
+        "fraction",
+        "responses of the batch that the verifier accepts, of those with an answer",
+        "should rise; compare with the held-out accuracy to see overfitting",
+    ),
+    "train/entropy": Metric(
+        "nats/token",
+        "entropy of the student at the trained tokens",
+        "a fall towards 0 while the loss stays high is collapse: lower optimizer.lr",
+    ),
+    "train/grad_norm": Metric(
+        "norm", "gradient norm before clipping, mean over updates", "spikes: lower optimizer.clip"
+    ),
+    "train/skipped_updates": Metric(
+        "updates", "updates left out because their gradient was not finite", "should be 0"
+    ),
+    "train/lr": Metric("1", "learning rate of AdamW at this step", "follows the schedule"),
+    "train/tokens": Metric("tokens", "response tokens that reached the loss, each once", ""),
+    "train/response_tokens": Metric(
+        "tokens/response", "mean length of the trained responses", "growth without accuracy: loops"
+    ),
+    "train/finished": Metric(
+        "fraction",
+        "trained responses that ended by end-of-sequence",
+        "low: raise rollout.max_new_tokens",
+    ),
+    "policy/ratio_mean": Metric(
+        "1",
+        "mean of p/p_old of the emitted tokens, before the step's updates",
+        "1 when fresh; far from 1: lower staleness.max",
+    ),
+    "policy/ratio_deviation": Metric(
+        "1",
+        "greatest |p/p_old - 1| before the step's updates, over tokens of age 0 in responses that "
+        "no weight swap went through; 0 if there are none",
+        "above 0.01 in float32: sampler and learner disagree, see the model's files",
+    ),
+    "policy/effective_sample": Metric(
+        "fraction",
+        "(sum r)^2 / (n sum r^2) of the ratios r of the emitted tokens",
+        "below 0.5: rollouts are too old for importance weights; lower staleness.max",
+    ),
+    "cache/kept_ids": Metric(
+        "ids/token", "cached ids per token", "the bytes per token are 12 times this"
+    ),
+    "cache/covered_mass": Metric(
+        "fraction", "probability of the student on the cached ids", "low: raise the cache's n or k"
+    ),
+    "staleness/mean_age": Metric(
+        "steps", "mean age of the trained tokens", "high with idle workers: lower staleness.max"
+    ),
+    "staleness/max_age": Metric(
+        "steps", "age of the oldest trained token", "never above staleness.max"
+    ),
+    "staleness/masked_tokens": Metric(
+        "tokens", "tokens beyond the bound, left out of the loss", "high: raise staleness.max"
+    ),
+    "staleness/dropped_responses": Metric(
+        "responses", "responses beyond the bound, queued again", "high: raise staleness.max"
+    ),
+    "wait/learner_seconds": Metric(
+        "s", "time the learner waited for this batch", "high: more rollout workers or staleness.max"
+    ),
+    "queue/generating": Metric("responses", "responses in generation at the step's end", ""),
+    "queue/scoring": Metric("responses", "responses at the teacher at the step's end", ""),
+    "queue/buffered": Metric("responses", "scored responses that wait for the learner", ""),
+    "busy/rollout": Metric(
+        "fraction", "busy share of the rollout workers since the last step", "low: raise the bound"
+    ),
+    "busy/teacher": Metric("fraction", "busy share of the teacher workers since the last step", ""),
+    "busy/learner": Metric(
+        "fraction", "busy share of the learner since the last step", "low: generation is too slow"
+    ),
+    "sync/rollout_seconds": Metric(
+        "s", "time the rollout workers spent applying weights since the last step", ""
+    ),
+    "throughput/generated": Metric("tokens/s", "response tokens sampled since the last step", ""),
+    "throughput/trained": Metric("tokens/s", "response tokens trained since the last step", ""),
+    "evaluation/accuracy": Metric("fraction", "held-out responses the verifier accepts", ""),
+    "evaluation/kl": Metric(
+        "nats/token",
+        "exact KL(student || teacher) over the whole vocabulary, on the student's responses",
+        "",
+    ),
+    "evaluation/mean_length": Metric("tokens", "mean length of the held-out responses", ""),
+    "evaluation/finished": Metric(
+        "fraction", "held-out responses that ended by end-of-sequence", ""
+    ),
+}
+
+
+class UnknownMetricError(KeyError):
+    """A metric was emitted that the catalogue doesn't hold."""
+
+
+def checked(values: dict[str, float]) -> dict[str, float]:
+    """The values, if the catalogue knows all their names."""
+    unknown = sorted(set(values) - set(CATALOGUE))
+    if unknown:
+        raise UnknownMetricError(f"not in engine.metrics.CATALOGUE: {', '.join(unknown)}")
+    return values

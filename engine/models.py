@@ -1,0 +1,184 @@
+"""Language models by Hugging Face folder or hub id, by the same code for student and teacher."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from engine.backends.hf import HFSampler
+from engine.batch import Sequences
+from engine.config import ConfigError
+
+# Weights as safetensors only: a pickle from a model's folder would run its author's code.
+FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+# A head computed apart from its model may differ from the model's own logits by rounding only.
+HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def resolve(model: str) -> Path:
+    """The folder of a model; downloads a hub id. Raises ConfigError that names the model."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{model}: the folder has no config.json, so it is not a model's")
+        return folder
+    if model.count("/") > 1 or model.startswith((".", "~", "/")):
+        raise ConfigError(f"{model}: no such model folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"{model}: neither a folder here nor a model that the hub gives us ({error})"
+        ) from None
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model's folder."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: the tokenizer can't be loaded: {error}") from None
+
+
+def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The text part of a model's configuration."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: the model's config.json can't be used: {error}") from None
+    return config.get_text_config(decoder=True)
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """Ids that end a response: the tokenizer's and the generation configuration's, which may be a
+    list."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").is_file():
+        named = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids.update(named if isinstance(named, list) else [named])
+    return sorted(i for i in ids if i is not None)
+
+
+def digest(folder: Path) -> str:
+    """Content digest of a model's weights and configuration."""
+    total = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:16]
+
+
+def pick_device() -> torch.device:
+    """The process's GPU if it has one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the device is made for it."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+class Head(torch.nn.Module):
+    """The map from hidden states to logits, with what some families do to logits on top."""
+
+    def __init__(self, projection: torch.nn.Module, config: Any) -> None:
+        super().__init__()
+        self.projection = projection
+        values = config.to_dict()
+        self.softcap = values.get("final_logit_softcapping")
+        self.multiplier = (values.get("logit_scale") or 1.0) / (values.get("logits_scaling") or 1.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.projection(hidden) * self.multiplier
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+class Language:
+    """A causal language model with its tokenizer, taken apart into body and head."""
+
+    def __init__(
+        self,
+        folder: Path,
+        weights_dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.device = device
+        self.tokenizer = load_tokenizer(folder, trust_remote_code)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=weights_dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+        ).to(device)
+        config = self.model.config.get_text_config(decoder=True)
+        self.vocabulary = min(len(self.tokenizer), config.vocab_size)
+        self.head = Head(self.model.get_output_embeddings(), config)
+        self.stop_ids = stop_ids(folder, self.tokenizer)
+        self._check_head()
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.folder)
+
+    def hidden(self, sequences: Sequences) -> Tensor:
+        """[n, D] the states that predict each response token, see `Sequences.sources`."""
+        output = self.model.base_model(
+            input_ids=sequences.input_ids,
+            attention_mask=sequences.attention_mask,
+            use_cache=False,
+        )
+        states = output.last_hidden_state
+        return states.reshape(-1, states.shape[-1])[sequences.sources]
+
+    def logprobs(self, hidden: Tensor, temperature: float) -> Tensor:
+        """[n, V] log-softmax over the tokenizer's ids."""
+        logits = self.head(hidden)[..., : self.vocabulary].float() / temperature
+        return logits.log_softmax(-1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a response, for the verifier; it is never encoded again."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def sampler(self, temperature: float, slots: int) -> HFSampler:
+        """A reference sampler of this model."""
+        return HFSampler(self.model, self.vocabulary, self.stop_ids, temperature, slots)
+
+    def save(self, folder: Path) -> None:
+        """Writes an ordinary Hugging Face folder."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by their names in the folder, tied ones once."""
+        yield from self.model.named_parameters()
+
+    @torch.inference_mode()
+    def _check_head(self) -> None:
+        """Refuses a model whose logits are more than its head applied to its body's output."""
+        ids = torch.arange(8, device=self.device)[None] % self.vocabulary
+        whole = self.model(input_ids=ids).logits.float()
+        states = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        difference = (self.head(states).float() - whole).abs().max().item()
+        scale = max(1.0, whole.abs().max().item())
+        if not difference <= HEAD_TOLERANCE[self.model.dtype] * scale:
+            raise ConfigError(
+                f"{self.folder}: {type(self.model).__name__} computes its logits in a way that we "
+                f"don't know (they differ by {difference:.3g}); please report this model"
+            )

@@ -1,0 +1,141 @@
+"""Everything that can be known to be wrong before a worker starts."""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.config import ConfigError, RunConfig, TeacherTopK
+from engine.models import load_config, load_tokenizer, resolve, stop_ids
+from engine.prompts import Prompt, read_prompts
+
+# Texts on which two tokenizers of one family tend to part: spaces, digits, code, scripts, emoji,
+# control characters, special tokens spelled out.
+PROBES = (
+    "Hello, world!",
+    "  two  spaces\tand a tab\r\n",
+    "3.14159 + 2,718 = 1e-9",
+    "def f(x):\n    return x**2  # code",
+    "naïve café — “quotes” …",
+    "русский текст",
+    "数学は楽しい。",
+    "العربية",
+    "🙂👩‍👩‍👧‍👦🇪🇺",
+    "<|im_start|>user\n<|im_end|>",
+    "<s></s><pad><unk>",
+    "\\boxed{42} \\frac{1}{2}",
+    "a" * 50,
+    "\x00\x7f",
+)
+PROBE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's inputs, found and checked."""
+
+    student: Path
+    teacher: Path
+    prompts: list[Prompt]
+    evaluation: list[Prompt]
+    vocabulary: int
+    """Ids of the tokenizer."""
+    skipped: int
+    """Prompts left out as too long."""
+    held_out: int
+    """Prompts left out because they are evaluated on."""
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(len(prompt.ids) for prompt in [*self.prompts, *self.evaluation])
+
+
+def check(config: RunConfig) -> Inputs:
+    """Finds and checks all inputs. Raises ConfigError: what is wrong, where, and what to do."""
+    student, teacher = resolve(config.student.model), resolve(config.teacher.model)
+    tokenizer = load_tokenizer(student, config.student.trust_remote_code)
+    _same_tokenizer(tokenizer, load_tokenizer(teacher, config.teacher.trust_remote_code), config)
+    _same_end(student, teacher, tokenizer, config)
+    prompts, skipped = read_prompts(config.prompts.path, tokenizer, config.prompts)
+    evaluation, _ = read_prompts(
+        config.evaluation.path, tokenizer, config.prompts, config.evaluation.limit
+    )
+    held_out = {prompt.text for prompt in evaluation}
+    kept = [prompt for prompt in prompts if prompt.text not in held_out]
+    if not kept:
+        raise ConfigError(
+            f"{config.prompts.path}: every prompt is also in {config.evaluation.path}; "
+            "training needs prompts that are not evaluated on"
+        )
+    left_out = len(prompts) - len(kept)
+    inputs = Inputs(student, teacher, kept, evaluation, len(tokenizer), skipped, left_out)
+    for name, folder in (("student", student), ("teacher", teacher)):
+        _fits(name, folder, tokenizer, config, inputs)
+    cache = config.estimator.cache
+    if isinstance(cache, TeacherTopK) and cache.k > len(tokenizer):
+        raise ConfigError(
+            f"estimator.cache.k = {cache.k} is larger than the vocabulary of {len(tokenizer)} ids; "
+            'lower it, or take cache = {type = "dense"}'
+        )
+    check_address("tracking.uri", config.tracking.uri)
+    return inputs
+
+
+def check_address(name: str, uri: str) -> None:
+    """Refuses an http(s) address that nobody listens on; other URIs pass."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        return
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), PROBE_SECONDS).close()
+    except OSError as error:
+        where = f"{parts.scheme}://{parts.hostname}:{port}"  # never the user and password
+        raise ConfigError(
+            f"{name}: nobody answers at {where} ({error}); start the server, or unset {name}"
+        ) from None
+
+
+def _same_tokenizer(student: Any, teacher: Any, config: RunConfig) -> None:
+    where = f"student {config.student.model} and teacher {config.teacher.model}"
+    advice = "; a teacher must share the student's tokenizer, so take one of the same family"
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if ours != theirs:
+        different = sorted({t for t, _ in set(ours.items()) ^ set(theirs.items())})
+        sample = ", ".join(map(repr, different[:3]))
+        raise ConfigError(
+            f"{where} have different tokenizers: {len(different)} tokens differ, "
+            f"as {sample}{advice}"
+        )
+    for text in PROBES:
+        if student.encode(text) != teacher.encode(text):
+            raise ConfigError(f"{where} have tokenizers that split {text!r} differently{advice}")
+
+
+def _same_end(student: Path, teacher: Path, tokenizer: Any, config: RunConfig) -> None:
+    ours, theirs = stop_ids(student, tokenizer), stop_ids(teacher, tokenizer)
+    if not set(ours) & set(theirs):
+        raise ConfigError(
+            f"student {config.student.model} ends a response with ids {ours}, teacher "
+            f"{config.teacher.model} with {theirs}: the student would never learn to stop. "
+            "Set eos_token_id alike in both generation_config.json files"
+        )
+
+
+def _fits(name: str, folder: Path, tokenizer: Any, config: RunConfig, inputs: Inputs) -> None:
+    trusted = config.student if name == "student" else config.teacher
+    model = load_config(folder, trusted.trust_remote_code)
+    if len(tokenizer) > model.vocab_size:
+        raise ConfigError(
+            f"{name} {folder}: the tokenizer has {len(tokenizer)} ids, the model only "
+            f"{model.vocab_size}; these files don't belong together"
+        )
+    needed = inputs.longest_prompt + config.rollout.max_new_tokens
+    positions = model.to_dict().get("max_position_embeddings")
+    if positions is not None and needed > positions:
+        raise ConfigError(
+            f"{name} {folder}: reads at most {positions} tokens, but the longest prompt "
+            f"({inputs.longest_prompt}) and rollout.max_new_tokens "
+            f"({config.rollout.max_new_tokens}) make {needed}; lower one of them"
+        )

@@ -1,0 +1,211 @@
+"""A run: its workers, its loop, its checkpoints, and what is asked of them in turn.
+
+teacher_answers ─► evaluate ─► segments of (generate ‖ train) and checkpoint ─► evaluate
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from engine.batch import split
+from engine.buffer import Row
+from engine.cache import TeacherCache, key
+from engine.checkpoint import Checkpoints
+from engine.cluster import Cluster
+from engine.config import Dense, RunConfig, Sampled
+from engine.loop import Loop, StepRecord
+from engine.models import digest
+from engine.preflight import Inputs
+from engine.prompts import Prompt, PromptStream, to_batch
+from engine.schema import RolloutMeta, row_lengths
+
+# Dense scores of an evaluation pass through the object store in parts of this size.
+DENSE_BYTES = 2**28
+# Sampling and scoring by one float32 model differ by rounding only; a shift by one token or another
+# temperature gives differences of whole nats.
+ALIGNMENT_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a model does on the held-out prompts."""
+
+    accuracy: float | None
+    """Responses that the verifier accepts, of those with an answer; None without answers."""
+    kl: float
+    """Exact KL(student || teacher) per token on the model's own responses, in nats."""
+    mean_length: float
+    """Tokens."""
+    finished: float
+    """Fraction of responses that ended by end-of-sequence."""
+
+
+@dataclass(frozen=True)
+class TeacherFigures:
+    """What the teacher does on the held-out prompts."""
+
+    digest: str
+    accuracy: float | None
+    mean_length: float
+    alignment: float
+    """Greatest difference between its sampled and scored log-probabilities, in nats."""
+    cached: bool
+    """Read from the teacher cache."""
+
+
+class MisalignedTeacherError(RuntimeError):
+    """The teacher scores its own responses differently from how it sampled them."""
+
+
+class Run:
+    """One run of distillation."""
+
+    def __init__(self, config: RunConfig, inputs: Inputs, folder: Path) -> None:
+        self.config = config
+        self.inputs = inputs
+        self.folder = folder
+        self.history: list[StepRecord] = []
+        self._cluster = Cluster(config, inputs)
+        self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        self.loop: Loop
+        self.listeners: list[Callable[[StepRecord], None]] = []
+        """Called with each step's record: trackers and terminals."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config.model_dump(mode="json"), indent=1)
+        (folder / "config.json").write_text(text)
+
+    @property
+    def steps(self) -> int:
+        return self.config.training.steps
+
+    @property
+    def student_folder(self) -> Path:
+        """The newest checkpoint's model."""
+        return self._checkpoints.all()[-1] / "model"
+
+    async def start(self) -> None:
+        """Brings up the workers, and a checkpoint to come back to."""
+        await self._cluster.start()
+        cluster, config = self._cluster, self.config
+        self.loop = Loop(
+            config,
+            PromptStream(self.inputs.prompts, config.seed),
+            cluster.rollouts,
+            cluster.teachers,
+            cluster.learner,
+            self._record,
+        )
+        await self.checkpoint()
+
+    async def teacher_answers(self) -> TeacherFigures:
+        """The teacher's responses to the held-out prompts, from the cache or made now, and the
+        check that it scores as it samples."""
+        name = digest(self.inputs.teacher)
+        entry = key(
+            self.inputs.evaluation,
+            teacher=name,
+            temperature=self.config.teacher.temperature,
+            dtype=self.config.teacher.dtype,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            seed=self.config.seed,
+        )
+        cache = TeacherCache(str(Path(self.config.directory) / "teacher_cache"))
+        scored = cache.read(entry)
+        cached = scored is not None
+        if scored is None:
+            teacher = self._cluster.teachers[0]
+            answers, _ = await teacher.answer(_evaluation_batch(self.inputs.evaluation))
+            reference, _ = await teacher.score([answers], Sampled())
+            scored = await self._cluster.value(reference)
+            cache.write(entry, scored)
+        sampled = scored["sampler_logprobs"].flatten().to_numpy()
+        again = scored["teacher_logprobs"].flatten().flatten().to_numpy()
+        alignment = float(np.abs(sampled - again).max())
+        if alignment > ALIGNMENT_TOLERANCE and self.config.teacher.dtype != "bfloat16":
+            raise MisalignedTeacherError(
+                f"teacher {self.inputs.teacher} samples and scores the same tokens with "
+                f"log-probabilities {alignment:.3g} nats apart; its files don't work as they should"
+            )
+        accuracy = pc.mean(scored["correct"]).as_py()
+        length = float(row_lengths(scored, "response_ids").mean())
+        return TeacherFigures(name, accuracy, length, alignment, cached)
+
+    async def evaluate(self) -> Figures:
+        """The learner's current weights on the held-out prompts: sampled responses, verified, and
+        the exact divergence from the teacher on them. No response may be in flight."""
+        weights = await self._cluster.weights()
+        metas: list[RolloutMeta] = []
+        total, tokens = 0.0, 0
+        workers = self._cluster.rollouts
+        for index, worker in enumerate(workers):
+            share = self.inputs.evaluation[index :: len(workers)]
+            if not share:
+                continue
+            batch, report = await worker.generate(_evaluation_batch(share), weights)
+            metas += report.metas
+            part_total, part_tokens = await self._divergence(batch, report.metas)
+            total, tokens = total + part_total, tokens + part_tokens
+        judged = [meta.correct for meta in metas if meta.correct is not None]
+        return Figures(
+            accuracy=sum(judged) / len(judged) if judged else None,
+            kl=total / tokens,
+            mean_length=sum(meta.response_tokens for meta in metas) / len(metas),
+            finished=sum(meta.finish_reason == "stop" for meta in metas) / len(metas),
+        )
+
+    async def generate(self, until: int) -> None:
+        """Generation and scoring of a segment."""
+        await self.loop.generate(until)
+
+    async def train(self, until: int) -> None:
+        """Training of a segment."""
+        await self.loop.train(until)
+
+    async def checkpoint(self) -> Path:
+        """Saves the run as it is between two steps."""
+        draft = self._checkpoints.new(self.loop.version)
+        rows = [(row.batch, [row.meta.row]) for row in self.loop.buffer.rows()]
+        await self._cluster.learner.save(draft, rows)
+        return self._checkpoints.commit(draft, self.loop.position())
+
+    async def recover(self) -> int:
+        """After a failure: new workers, at the last checkpoint. Returns its version."""
+        await self._cluster.restart()
+        folder, position = self._checkpoints.latest()
+        learner = self._cluster.learner
+        weights, buffer, metas = await learner.restore(folder.absolute(), position.version)
+        self.loop.replace_workers(self._cluster.rollouts, self._cluster.teachers, learner)
+        self.loop.restore(position, weights, [Row(buffer, meta) for meta in metas])
+        self.history = [record for record in self.history if record.step <= position.version]
+        return position.version
+
+    def close(self) -> None:
+        """Stops all workers."""
+        self._cluster.close()
+
+    async def _divergence(self, batch: object, metas: list[RolloutMeta]) -> tuple[float, int]:
+        """Summed over tokens, and their number; in parts, for the whole vocabulary is large."""
+        teacher, learner = self._cluster.teachers[0], self._cluster.learner
+        lengths = np.array([meta.response_tokens for meta in metas])
+        budget = max(1, DENSE_BYTES // (4 * self.inputs.vocabulary))
+        total, tokens = 0.0, 0
+        for rows in split(lengths, np.arange(len(metas)), budget):
+            scored, _ = await teacher.score([batch], Dense(), rows.tolist())
+            amount, count = await learner.divergence([(scored, list(range(len(rows))))])
+            total, tokens = total + amount, tokens + count
+        return total, tokens
+
+    def _record(self, record: StepRecord) -> None:
+        self.history.append(record)
+        for listener in self.listeners:
+            listener(record)
+
+
+def _evaluation_batch(prompts: list[Prompt]) -> pa.RecordBatch:
+    # Tickets below 0, so that no training response shares a seed or a name with these.
+    return to_batch(prompts, range(-1, -len(prompts) - 1, -1), [0] * len(prompts))

@@ -1,0 +1,107 @@
+"""How far generation may run ahead of training: arithmetic, and the permits that enforce it.
+
+With versions counted in published steps:
+
+    age of a token      = learner version when it is trained on − version that sampled it
+    bound               : age <= max_staleness, checked where tokens are consumed
+    permits             = (max_staleness + 1) * batch
+
+A rollout holds a permit from the moment its prompt is handed to a worker until the step that
+trained it has published. Taken in the order in which they were started, a rollout that starts at
+version v has at most (max_staleness + 1) * batch − 1 others before it, so it is trained at version
+v + max_staleness at the latest: the learner that waits for the oldest never breaks the bound
+(`wait`), and with max_staleness = 0 the run is strictly synchronous.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.config import StalenessConfig
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The age bound of a run."""
+
+    max: int
+    older: str
+
+    @classmethod
+    def of(cls, config: StalenessConfig) -> "Bound":
+        return cls(config.max, config.older)
+
+    def permits(self, batch: int) -> int:
+        """Rollouts that may be outstanding."""
+        return (self.max + 1) * batch
+
+    def usable(self, oldest: int, newest: int, version: int) -> bool:
+        """Whether a response with tokens of these versions may be trained on at `version`.
+
+        Under `mask` one fresh token is enough; otherwise all tokens must be fresh."""
+        return version - (newest if self.older == "mask" else oldest) <= self.max
+
+
+class Stage(StrEnum):
+    """Where an outstanding rollout is."""
+
+    GENERATING = "generating"
+    SCORING = "scoring"
+    BUFFERED = "buffered"
+    TRAINING = "training"
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A permit in use."""
+
+    stage: Stage
+    owner: str
+
+
+class Permits:
+    """Permits as leases with an owner: free + generating + scoring + buffered + training = total.
+
+    Leases are kept in the order in which rollouts were started. `changed` is called after every
+    event; it is how waiting coroutines are woken."""
+
+    def __init__(self, total: int, changed: Callable[[], None] = lambda: None) -> None:
+        self.total = total
+        self.leases: dict[int, Lease] = {}
+        self._changed = changed
+
+    @property
+    def free(self) -> int:
+        return self.total - len(self.leases)
+
+    def count(self, stage: Stage) -> int:
+        return sum(lease.stage is stage for lease in self.leases.values())
+
+    def lease(self, tickets: Iterable[int], owner: str) -> None:
+        """Takes one permit for each ticket, for generation by `owner`."""
+        tickets = list(tickets)
+        if len(tickets) > self.free:
+            raise ValueError(f"{len(tickets)} permits asked for, {self.free} free")
+        for ticket in tickets:
+            if ticket in self.leases:
+                raise ValueError(f"ticket {ticket} already holds a permit")
+            self.leases[ticket] = Lease(Stage.GENERATING, owner)
+        self._changed()
+
+    def move(self, tickets: Iterable[int], stage: Stage, owner: str) -> None:
+        """Hands leases on to the next stage."""
+        for ticket in tickets:
+            if ticket not in self.leases:
+                raise ValueError(f"ticket {ticket} holds no permit")
+            self.leases[ticket] = Lease(stage, owner)
+        self._changed()
+
+    def release(self, tickets: Iterable[int]) -> None:
+        """Gives permits back."""
+        for ticket in tickets:
+            del self.leases[ticket]
+        self._changed()
+
+    def held_by(self, owner: str) -> list[int]:
+        """Tickets whose permits this owner holds, in the order they were started."""
+        return [ticket for ticket, lease in self.leases.items() if lease.owner == owner]
