@@ -50,7 +50,8 @@ class Checkpoints:
 
     def commit(self, draft: Path, position: Position) -> Path:
         """Seals a written draft under its final name, and deletes checkpoints beyond `keep`."""
-        files = {str(p.relative_to(draft)): _sha256(p) for p in sorted(draft.rglob("*.*"))}
+        written = sorted(path for path in draft.rglob("*") if path.is_file())
+        files = {str(path.relative_to(draft)): _sha256(path) for path in written}
         manifest = {"position": asdict(position), "files": files}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
         final = self.folder / f"step-{position.version:06d}"
@@ -67,6 +68,8 @@ class Checkpoints:
     def latest(self) -> tuple[Path, Position]:
         """The newest checkpoint, its files checked."""
         path = self.all()[-1]
+        if not (path / MANIFEST).is_file():
+            raise CorruptCheckpointError(f"{path} has no {MANIFEST}")
         manifest = json.loads((path / MANIFEST).read_text())
         for name, expected in manifest["files"].items():
             if not (path / name).is_file() or _sha256(path / name) != expected:

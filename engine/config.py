@@ -270,8 +270,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError(f"{path}: no such configuration file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    for override in overrides or []:
-        _override(data, override)
+    for text in overrides or []:
+        override(data, text)
     return parse(data, str(path))
 
 
@@ -284,15 +284,16 @@ def parse(data: dict[str, Any], where: str) -> RunConfig:
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
-def _override(data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
+def override(data: dict[str, Any], assignment: str) -> None:
+    """Applies `key.sub=value` to plain data; the value is TOML, or else a string."""
+    key, equals, text = assignment.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r}: write key.sub=value")
+        raise ConfigError(f"override {assignment!r}: write key.sub=value")
     *tables, leaf = key.strip().split(".")
     for table in tables:
         data = data.setdefault(table, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"override {override!r}: {table!r} is a value, not a table")
+            raise ConfigError(f"override {assignment!r}: {table!r} is a value, not a table")
     try:
         data[leaf] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -325,9 +326,9 @@ def _explain(problem: Any) -> str:
         if candidate in keys or position == len(parts) - 1:
             dotted = candidate
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.5)
         # A key put into the wrong table is found by its last part.
-        near = near or [k for k in keys if k.split(".")[-1] == parts[-1]][:1]
+        near = [k for k in keys if k.split(".")[-1] == parts[-1]][:1]
+        near = near or difflib.get_close_matches(dotted, keys, n=1, cutoff=0.5)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         return f"unknown key `{dotted}`{hint}"
     if problem["type"] == "missing":

@@ -83,6 +83,7 @@ class _Clock:
     sync: float = 0.0
     sampled: int = 0
     dropped: int = 0
+    given_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,8 @@ class Loop:
         self.buffer = Buffer(Bound.of(self._config.staleness))
         self._attempts = {row.meta.ticket: row.meta.attempt for row in rows}
         self.permits.lease(self._attempts, "buffer")
-        self.permits.move(self._attempts, Stage.BUFFERED, "buffer")
         self.buffer.add(rows)
+        self.permits.move(self._attempts, Stage.BUFFERED, "buffer")
         self._clock = _Clock(time.perf_counter())
 
     # The concurrent loops
@@ -212,8 +213,8 @@ class Loop:
             if not waiting:
                 await self._change(self._flush_in())
                 continue
-            for item in waiting:
-                self.permits.move([m.ticket for m in item.metas], Stage.SCORING, teacher.name)
+            tickets = [meta.ticket for item in waiting for meta in item.metas]
+            self.permits.move(tickets, Stage.SCORING, teacher.name)
             batch, report = await teacher.score([item.batch for item in waiting])
             self._clock.teacher_busy += report.busy_seconds
             self.buffer.add(Row(batch, meta) for meta in report.metas)
@@ -260,20 +261,23 @@ class Loop:
 
     async def _next_batch(self) -> list[Row]:
         while True:
-            for row in self.buffer.evict(self.version):
-                self._queue_again(row.meta)
+            if stale := self.buffer.evict(self.version):
+                self._queue_again([row.meta for row in stale])
             rows = self.buffer.take(self._config.training.batch, self.permits.leases)
             if rows is not None:
                 return rows
             await self._change()
 
-    def _queue_again(self, meta: RolloutMeta) -> None:
-        """Drops a response beyond the bound; its prompt is generated again."""
-        self._clock.dropped += 1
-        del self._attempts[meta.ticket]
-        if meta.attempt + 1 < MAX_ATTEMPTS:
-            self._stream.queue_again(meta.ticket, meta.attempt + 1)
-        self.permits.release([meta.ticket])
+    def _queue_again(self, metas: list[RolloutMeta]) -> None:
+        """Drops responses beyond the bound; their prompts are generated again."""
+        for meta in metas:
+            self._clock.dropped += 1
+            del self._attempts[meta.ticket]
+            if meta.attempt + 1 < MAX_ATTEMPTS:
+                self._stream.queue_again(meta.ticket, meta.attempt + 1)
+            else:
+                self._clock.given_up += 1
+        self.permits.release([meta.ticket for meta in metas])
 
     # Waking up and reporting
 
@@ -300,6 +304,7 @@ class Loop:
             "train/response_tokens": sum(m.response_tokens for m in metas) / len(metas),
             "train/finished": sum(m.finish_reason == "stop" for m in metas) / len(metas),
             "staleness/dropped_responses": clock.dropped,
+            "staleness/given_up_prompts": clock.given_up,
             "wait/learner_seconds": waited,
             "queue/generating": self.permits.count(Stage.GENERATING),
             "queue/scoring": self.permits.count(Stage.SCORING),

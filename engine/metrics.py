@@ -81,6 +81,11 @@ CATALOGUE: dict[str, Metric] = {
     "staleness/dropped_responses": Metric(
         "responses", "responses beyond the bound, queued again", "high: raise staleness.max"
     ),
+    "staleness/given_up_prompts": Metric(
+        "prompts",
+        "prompts never trained on, for all their responses went beyond the bound",
+        "should be 0; raise staleness.max",
+    ),
     "wait/learner_seconds": Metric(
         "s", "time the learner waited for this batch", "high: more rollout workers or staleness.max"
     ),

@@ -55,8 +55,9 @@ def check(config: RunConfig) -> Inputs:
     """Finds and checks all inputs. Raises ConfigError: what is wrong, where, and what to do."""
     student, teacher = resolve(config.student.model), resolve(config.teacher.model)
     tokenizer = load_tokenizer(student, config.student.trust_remote_code)
-    _same_tokenizer(tokenizer, load_tokenizer(teacher, config.teacher.trust_remote_code), config)
-    _same_end(student, teacher, tokenizer, config)
+    teachers = load_tokenizer(teacher, config.teacher.trust_remote_code)
+    _same_tokenizer(tokenizer, teachers, config)
+    _same_end(stop_ids(student, tokenizer), stop_ids(teacher, teachers), config)
     prompts, skipped = read_prompts(config.prompts.path, tokenizer, config.prompts)
     evaluation, _ = read_prompts(
         config.evaluation.path, tokenizer, config.prompts, config.evaluation.limit
@@ -87,7 +88,10 @@ def check_address(name: str, uri: str) -> None:
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
         return
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:  # its text may hold a part of a password
+        raise ConfigError(f"{name}: not a valid address; write http://host:port") from None
     try:
         socket.create_connection((parts.hostname or "", port), PROBE_SECONDS).close()
     except OSError as error:
@@ -113,13 +117,12 @@ def _same_tokenizer(student: Any, teacher: Any, config: RunConfig) -> None:
             raise ConfigError(f"{where} have tokenizers that split {text!r} differently{advice}")
 
 
-def _same_end(student: Path, teacher: Path, tokenizer: Any, config: RunConfig) -> None:
-    ours, theirs = stop_ids(student, tokenizer), stop_ids(teacher, tokenizer)
-    if not set(ours) & set(theirs):
+def _same_end(ours: list[int], theirs: list[int], config: RunConfig) -> None:
+    if not set(theirs) <= set(ours):
         raise ConfigError(
             f"student {config.student.model} ends a response with ids {ours}, teacher "
-            f"{config.teacher.model} with {theirs}: the student would never learn to stop. "
-            "Set eos_token_id alike in both generation_config.json files"
+            f"{config.teacher.model} with {theirs}: the student would learn to end with an id that "
+            "doesn't stop it. Set eos_token_id alike in both generation_config.json files"
         )
 
 

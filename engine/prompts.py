@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jinja2 import TemplateError
 
 from engine.config import ConfigError, PromptsConfig
 from engine.schema import PROMPT, ragged, validate
@@ -35,18 +36,21 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     try:
         with fsspec.open(path, "rb") as file:
             data = file.read()
+        parquet = path.endswith(".parquet")
+        rows: list[dict[str, Any]] = _parquet(data) if parquet else []
+        # Not splitlines(): JSON strings may hold U+2028 and other things that it takes for an end.
+        lines = [] if parquet else data.decode().split("\n")
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{path}: no such prompt file") from None
-    except ImportError as error:  # fsspec names the package that serves this protocol
-        raise ConfigError(f"{path}: {error}") from None
-    if path.endswith(".parquet"):
-        rows: list[dict[str, Any]] = pq.read_table(pa.BufferReader(data)).to_pylist()
-    else:
-        rows = [
-            _json(line, f"{path}, line {number}")
-            for number, line in enumerate(data.decode().splitlines(), 1)
-            if line.strip()
-        ]
+    except (ImportError, OSError, ValueError) as error:
+        # An unknown protocol, a package that serves it and is missing, no right to read, not UTF-8,
+        # not Parquet: the error says which.
+        raise ConfigError(f"{path}: can't be read: {error}") from None
+    rows += [
+        _json(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not rows:
         raise ConfigError(f"{path}: the prompt file is empty")
     return rows
@@ -76,6 +80,11 @@ def read_prompts(
     return prompts, skipped
 
 
+def _parquet(data: bytes) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(pa.BufferReader(data)).to_pylist()
+    return rows
+
+
 def _json(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
@@ -94,9 +103,14 @@ def _prompt(row: dict[str, Any], where: str, tokenizer: Any, template: dict[str,
     if messages is not None:
         if not tokenizer.chat_template:
             raise ConfigError(f"{where}: has `messages`, but the tokenizer has no chat template")
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **template
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **template
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # templates refuse some messages
+            raise ConfigError(f"{where}: the chat template fails on it: {error}") from None
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: `text` is a string, not {text!r}")
     # A chat template writes its special tokens itself; plain text takes the tokenizer's.
     ids = tuple(tokenizer.encode(text, add_special_tokens=messages is None))
     if not ids:
@@ -105,8 +119,14 @@ def _prompt(row: dict[str, Any], where: str, tokenizer: Any, template: dict[str,
     verifier = row.get("verifier") or "exact"
     if verifier not in VERIFIERS:
         raise ConfigError(f"{where}: unknown verifier {verifier!r}; there are {sorted(VERIFIERS)}")
-    identity = str(row.get("id") or where)
-    return Prompt(identity, text, ids, None if answer is None else str(answer), verifier)
+    identity = row.get("id")
+    return Prompt(
+        where if identity is None else str(identity),
+        text,
+        ids,
+        None if answer is None else str(answer),
+        verifier,
+    )
 
 
 def to_batch(

@@ -18,6 +18,7 @@ from engine.cache import TeacherCache, key
 from engine.checkpoint import Checkpoints
 from engine.cluster import Cluster
 from engine.config import Dense, RunConfig, Sampled
+from engine.evaluation import Figures
 from engine.loop import Loop, StepRecord
 from engine.models import digest
 from engine.preflight import Inputs
@@ -29,20 +30,6 @@ DENSE_BYTES = 2**28
 # Sampling and scoring by one float32 model differ by rounding only; a shift by one token or another
 # temperature gives differences of whole nats.
 ALIGNMENT_TOLERANCE = 1e-2
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a model does on the held-out prompts."""
-
-    accuracy: float | None
-    """Responses that the verifier accepts, of those with an answer; None without answers."""
-    kl: float
-    """Exact KL(student || teacher) per token on the model's own responses, in nats."""
-    mean_length: float
-    """Tokens."""
-    finished: float
-    """Fraction of responses that ended by end-of-sequence."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +137,7 @@ class Run:
             metas += report.metas
             part_total, part_tokens = await self._divergence(batch, report.metas)
             total, tokens = total + part_total, tokens + part_tokens
-        judged = [meta.correct for meta in metas if meta.correct is not None]
-        return Figures(
-            accuracy=sum(judged) / len(judged) if judged else None,
-            kl=total / tokens,
-            mean_length=sum(meta.response_tokens for meta in metas) / len(metas),
-            finished=sum(meta.finish_reason == "stop" for meta in metas) / len(metas),
-        )
+        return Figures.of(metas, total, tokens)
 
     async def generate(self, until: int) -> None:
         """Generation and scoring of a segment."""

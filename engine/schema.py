@@ -48,6 +48,7 @@ SCORED = pa.schema(
         ("teacher", pa.string()),  # digest of the teacher that scored
     ]
 )
+PER_TOKEN = ("sampler_logprobs", "cache_ids", "cache_logprobs", "teacher_ids", "teacher_logprobs")
 
 
 class SchemaError(ValueError):
@@ -61,13 +62,13 @@ def validate(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     if "response_ids" not in schema.names:
         return batch
     tokens = row_lengths(batch, "response_ids")
-    per_token = ["sampler_logprobs"]
-    per_token += [name for name in ("cache_ids", "teacher_logprobs") if name in schema.names]
-    for name in per_token:
-        if not np.array_equal(row_lengths(batch, name), tokens):
+    for name in PER_TOKEN:
+        if name in schema.names and not np.array_equal(row_lengths(batch, name), tokens):
             raise SchemaError(f"column {name} doesn't have one entry for each response token")
-    runs = batch.column("version_runs")
-    if runs.flatten().field("length").to_numpy().sum() != tokens.sum():
+    runs = batch.column("version_runs").flatten().field("length").to_numpy()
+    ends = np.concatenate([[0], np.cumsum(row_lengths(batch, "version_runs"))])
+    covered = np.diff(np.concatenate([[0], np.cumsum(runs)])[ends])
+    if not np.array_equal(covered, tokens):
         raise SchemaError("version_runs don't cover the response tokens")
     return batch
 

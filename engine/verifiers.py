@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# Braces inside, as of \frac{1}{2}, to a depth of two.
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -34,5 +36,5 @@ VERIFIERS: dict[str, Callable[[str, str], bool]] = {
 def _same(found: str, answer: str) -> bool:
     found, answer = found.strip(), answer.strip()
     if _NUMBER.fullmatch(found) and _NUMBER.fullmatch(answer):
-        return float(found) == float(answer)
+        return Decimal(found) == Decimal(answer)  # exact for large integers too
     return found == answer

@@ -70,8 +70,9 @@ def publish(named: Iterable[tuple[str, Tensor]], version: int, dtype: torch.dtyp
 def load_into(model: torch.nn.Module, weights: Weights) -> None:
     """Copies published weights into a transformers model of the same architecture."""
     own = dict(model.named_parameters())
-    names = {name for name, _ in weights.tensors()}
-    if names != set(own):
-        raise ValueError(f"weights don't fit the model: {sorted(names ^ set(own))[:4]} differ")
+    expected = {(name, tuple(parameter.shape)) for name, parameter in own.items()}
+    given = {(entry.name, entry.shape) for entry in weights.entries}
+    if given != expected:
+        raise ValueError(f"weights don't fit the model: {sorted(given ^ expected)[:4]} differ")
     for name, tensor in weights.tensors():
         own[name].copy_(tensor)

@@ -1,0 +1,1 @@
+"""Prefect's units of retry, each adapting one call of the engine; and all of MLflow."""

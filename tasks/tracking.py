@@ -1,0 +1,213 @@
+"""All of MLflow: a run's parameters, metrics, figures, and the registered model.
+
+One thread does the writing, one `log_batch` a step, so that a slow or absent server delays metrics
+and never the training. Models are logged as their Hugging Face folder, without a pickle, and load
+by `transformers` from where MLflow puts them.
+"""
+
+import logging
+import os
+import queue
+import subprocess
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+
+import matplotlib
+import mlflow
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+
+from engine.config import RunConfig
+from engine.evaluation import Figures
+from engine.loop import StepRecord
+
+matplotlib.use("Agg")
+from matplotlib.figure import Figure
+
+log = logging.getLogger("opdflow")
+
+CANDIDATE = "candidate"
+# MLflow's limit on the length of a parameter's value.
+PARAMETER_LENGTH = 6000
+RETRY_SECONDS = 5.0
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """Where MLflow is: as configured, or a SQLite file in the directory of runs."""
+    return config.tracking.uri or f"sqlite:///{Path(config.directory).absolute()}/mlflow.db"
+
+
+class Tracker:
+    """One MLflow run."""
+
+    def __init__(self, config: RunConfig, name: str) -> None:
+        """Opens the run. Slow the first time, when MLflow makes its database: call in a thread."""
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
+        self._config = config
+        Path(config.directory).mkdir(parents=True, exist_ok=True)
+        # The registry's store looks logged models up at the process's URI, not at its client's.
+        mlflow.set_tracking_uri(tracking_uri(config))
+        self._client = mlflow.MlflowClient()
+        self._experiment = self._experiment_id()
+        tags = {"mlflow.runName": name}
+        self.run_id = self._client.create_run(self._experiment, tags=tags).info.run_id
+        parameters = [
+            Param(key, str(value)[:PARAMETER_LENGTH])
+            for key, value in _flat(config.model_dump(mode="json")).items()
+            if key != "tracking.uri"  # it may hold a password
+        ]
+        self._client.log_batch(self.run_id, params=parameters)
+        self._queue: queue.Queue[StepRecord | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._write, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """Queues a step's metrics."""
+        self._queue.put(record)
+
+    def evaluation(self, figures: Figures, step: int) -> None:
+        """Logs held-out figures at a step."""
+        now = int(time.time() * 1000)
+        values = {k: v for k, v in asdict(figures).items() if v is not None}
+        metrics = [Metric(f"evaluation/{k}", v, now, step) for k, v in values.items()]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def plots(self, history: list[StepRecord], before: Figures, after: Figures) -> None:
+        """Logs the learning curve and the histogram of ages."""
+        self._client.log_figure(
+            self.run_id, _learning_curve(history, before, after), "learning_curve.png"
+        )
+        self._client.log_figure(self.run_id, _age_histogram(history), "staleness.png")
+
+    def register(self, folder: Path, before: Figures, after: Figures) -> str:
+        """Registers a model's folder as the newest version, with alias `candidate`."""
+        config, client = self._config, self._client
+        name = config.tracking.model_name
+        tags = {
+            "student": config.student.model,
+            "teacher": config.teacher.model,
+            "data": config.prompts.path,
+            "commit": _commit(),
+            **{f"before.{k}": str(v) for k, v in asdict(before).items()},
+            **{f"after.{k}": str(v) for k, v in asdict(after).items()},
+        }
+        model = client.create_logged_model(
+            self._experiment, name=name, source_run_id=self.run_id, tags=tags
+        )
+        client.log_model_artifacts(model.model_id, str(folder))
+        client.finalize_logged_model(model.model_id, "READY")
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        version = client.create_model_version(
+            name, f"models:/{model.model_id}", run_id=self.run_id, tags=tags
+        )
+        client.set_registered_model_alias(name, CANDIDATE, version.version)
+        return str(version.version)
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes what is queued and closes the run."""
+        failed = kind is not None and issubclass(kind, Exception)
+        status = "FINISHED" if kind is None else "FAILED" if failed else "KILLED"
+        self._queue.put(None)
+        self._thread.join(timeout=60)
+        try:
+            self._client.set_terminated(self.run_id, status)
+        except MlflowException as error:
+            log.warning("MLflow is away; the run stays open there: %s", error)
+
+    def _experiment_id(self) -> str:
+        name = self._config.tracking.experiment
+        existing = self._client.get_experiment_by_name(name)
+        if existing is not None:
+            return str(existing.experiment_id)
+        local = f"{Path(self._config.directory).absolute()}/mlartifacts"
+        location = None if self._config.tracking.uri else local
+        return str(self._client.create_experiment(name, artifact_location=location))
+
+    def _write(self) -> None:
+        """Consumes step records / waits for the next / ended by None / produces metrics, trying
+        again while MLflow is away."""
+        while (record := self._queue.get()) is not None:
+            now = int(time.time() * 1000)
+            metrics = [Metric(k, v, now, record.step) for k, v in record.metrics.items()]
+            while True:
+                try:
+                    self._client.log_batch(self.run_id, metrics=metrics)
+                    break
+                except MlflowException as error:
+                    log.warning("MLflow is away, metrics wait for it: %s", error)
+                    if self._queue.queue and self._queue.queue[-1] is None:
+                        return  # the run is over, and waits no longer
+                    time.sleep(RETRY_SECONDS)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _commit() -> str:
+    """The commit that runs, or nothing outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _learning_curve(history: list[StepRecord], before: Figures, after: Figures) -> Figure:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps = [record.step for record in history]
+    axes.plot(steps, [record.metrics["train/loss"] for record in history], label="loss (batch)")
+    ends = [0, steps[-1]]
+    axes.plot(ends, [before.kl, after.kl], "o--", label="KL to teacher (held-out)")
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats / token")
+    axes.set_ylim(bottom=0)
+    right = axes.twinx()
+    scored = [
+        (r.step, r.metrics["train/accuracy"]) for r in history if "train/accuracy" in r.metrics
+    ]
+    if scored:
+        right.plot(*zip(*scored, strict=True), color="tab:green", label="accuracy (batch)")
+    if before.accuracy is not None and after.accuracy is not None:
+        values = [before.accuracy, after.accuracy]
+        right.plot(ends, values, "s--", color="tab:red", label="accuracy (held-out)")
+    right.set_ylabel("accuracy")
+    right.set_ylim(0, 1)
+    figure.legend(loc="outside upper center", ncols=4)
+    return figure
+
+
+def _age_histogram(history: list[StepRecord]) -> Figure:
+    totals: dict[int, int] = {}
+    for record in history:
+        for age, tokens in record.age_tokens.items():
+            totals[age] = totals.get(age, 0) + tokens
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.bar(list(totals), list(totals.values()))
+    axes.set_xticks(range(max(totals, default=0) + 1))
+    axes.set_xlabel("age of a token when it was trained on (steps)")
+    axes.set_ylabel("tokens")
+    return figure

@@ -2,7 +2,8 @@
 
 All rows share the columns of one key-value cache. A response that joins is prefilled on its own and
 its cache padded on the left to the common width; positions are counted by row, so padding changes
-nothing. Columns that no row uses any more are cut off.
+nothing. Columns that no row uses any more are cut off. Layers with a sliding window keep all columns
+like the others (a cache made from the model's configuration would not); their mask is narrower.
 """
 
 from collections.abc import Sequence
@@ -105,10 +106,10 @@ class HFSampler:
             ids[index, -len(prompt) :] = prompt
             mask[index, -len(prompt) :] = 1
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
-        cache = DynamicCache(config=self.model.config)
+        cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
         width = max(width, self._mask.shape[1])
-        merged = DynamicCache(config=self.model.config)
+        merged = DynamicCache()
         for index, new in enumerate(cache.layers):
             keys, values = _widen(new.keys, width), _widen(new.values, width)
             if self._rows:
@@ -145,14 +146,14 @@ class HFSampler:
         kept = [i for i, row in enumerate(self._rows) if row.request.ticket not in finished]
         self._rows = [self._rows[i] for i in kept]
         if not kept:
-            self._cache = DynamicCache(config=self.model.config)
+            self._cache = DynamicCache()
             self._mask = self._mask[:0, :0]
             return
         index = torch.tensor(kept, device=self.model.device)
         self._mask = self._mask[index]
         unused = int(self._mask.argmax(-1).min())
         self._mask = self._mask[:, unused:]
-        smaller = DynamicCache(config=self.model.config)
+        smaller = DynamicCache()
         for i, layer in enumerate(self._cache.layers):
             smaller.update(layer.keys[index, :, unused:], layer.values[index, :, unused:], i)
         self._cache = smaller

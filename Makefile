@@ -1,0 +1,32 @@
+# `make demo` and `make test` do all the set-up they need, in .venv; the second time it is there.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test test-slow lint format clean
+
+demo: $(READY)
+	@$(BIN)/opdflow demo $(ARGS)
+
+test: lint
+	@$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo > .venv/imports.log || { cat .venv/imports.log; exit 1; }
+
+format: $(READY)
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+clean:
+	rm -rf .venv
+
+$(READY): pyproject.toml install.sh
+	@bash install.sh $(PYTHON)
+	@touch $(READY)

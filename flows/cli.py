@@ -1,0 +1,131 @@
+"""The command `opdflow`."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns its exit status. A wrong configuration is 2, a failed run 1."""
+    parser = argparse.ArgumentParser(
+        prog="opdflow", description="Asynchronous on-policy distillation of language models."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="distil as a TOML file says")
+    run.add_argument("file", help="the run's configuration")
+    demo = commands.add_parser("demo", help="a whole distillation on a small task, in minutes")
+    for command in (run, demo):
+        command.add_argument("overrides", nargs="*", metavar="key=value")
+        command.add_argument(
+            "--json", type=Path, metavar="PATH", help="write the figures there too"
+        )
+    options = parser.parse_args(arguments)
+    _quiet()
+
+    from engine.config import ConfigError
+
+    try:
+        figures = _demo(options) if options.command == "demo" else _run(options)
+    except ConfigError as error:
+        print(f"opdflow: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("opdflow: stopped", file=sys.stderr)
+        return 130
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    from engine.config import load
+    from flows.terminal import summary
+
+    config = load(options.file, options.overrides)
+    console = _console()
+    figures = _distill(config)
+    summary(console, figures, {"before": figures["before"], "after": figures["after"]})
+    _where_next(console, config.directory, figures)
+    return figures
+
+
+def _demo(options: argparse.Namespace) -> dict[str, Any]:
+    from flows import demo
+    from flows.terminal import summary
+
+    console = _console()
+    start = time.perf_counter()
+    console.print("opdflow demo: a small student learns from a teacher, on its own responses")
+    config, files = demo.build(console, options.overrides)
+    made = time.perf_counter()
+    console.print(f"  {'models and prompts':<34}{made - start:7.1f} s")
+    more = demo.baseline(config, files)
+    console.print(f"  {'evaluating more SFT, to compare':<34}{time.perf_counter() - made:7.1f} s")
+    figures = _distill(config)
+    figures["seconds"] = {"models": made - start} | figures["seconds"]
+    figures["seconds"]["total"] = time.perf_counter() - start
+    figures["baseline"] = more
+    columns = {"before": figures["before"], "more SFT": more, "after": figures["after"]}
+    summary(console, figures, columns)
+    console.print(
+        "more SFT: as many updates again on the student's solved examples, without a teacher"
+    )
+    _where_next(console, config.directory, figures)
+    console.print("try next")
+    console.print("  opdflow demo staleness.max=0     strictly synchronous: same quality, slower")
+    console.print("  opdflow demo rollout.backend=hf  plain transformers instead of vLLM")
+    console.print("  opdflow run FILE                 your own models, see README.md")
+    return figures
+
+
+def _distill(config: Any) -> dict[str, Any]:
+    """Checks everything that can be wrong, then runs the flow."""
+    from engine import preflight
+
+    preflight.check(config)  # before Prefect and Ray start, which takes longer than to be told
+    preflight.check_address("PREFECT_API_URL", os.environ.get("PREFECT_API_URL", ""))
+    os.environ.setdefault("PREFECT_HOME", str(Path(config.directory).absolute() / "prefect"))
+    from flows.distill import distill
+
+    return asyncio.run(distill(config))
+
+
+def _where_next(console: Any, directory: str, figures: dict[str, Any]) -> None:
+    console.print("\nlook at it")
+    console.print(
+        f"  MLflow   mlflow ui --backend-store-uri {figures['mlflow_uri']}", soft_wrap=True
+    )
+    if os.environ.get("PREFECT_API_URL"):
+        console.print(f"  Prefect  {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
+    else:
+        home = os.environ["PREFECT_HOME"]
+        console.print(f"  Prefect  PREFECT_HOME={home} prefect server start", soft_wrap=True)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _quiet() -> None:
+    """Libraries speak when something needs a person; set before they are imported."""
+    defaults = {
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+        "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
