@@ -17,6 +17,10 @@ from engine.config import Cache, Dense, TeacherTopK
 from engine.estimators import Support
 
 
+# What a forward pass costs by itself, in padded tokens: the larger, the fewer and wider the passes.
+PASS_TOKENS = 256
+
+
 @dataclass(frozen=True)
 class Ragged:
     """Lists of different lengths: list i is values[offsets[i]:offsets[i + 1]]."""
@@ -150,15 +154,24 @@ def sequences(batch: pa.RecordBatch, rows: np.ndarray) -> Sequences:
 
 
 def split(lengths: np.ndarray, rows: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Rows in groups of at most `budget` padded tokens, similar lengths together; a row longer than
-    the budget is a group of its own."""
+    """Rows in groups of at most `budget` padded tokens; a longer row is a group of its own.
+
+    Of all splits of the rows in order of length, the one with the least padded tokens, counting
+    PASS_TOKENS for each group: one long response doesn't pad all the others to its length."""
     ordered = rows[np.argsort(-lengths[rows], kind="stable")]
+    longest = lengths[ordered].tolist()
+    best = [0.0] + [float("inf")] * len(ordered)  # cost of the first i rows
+    start = [0] * (len(ordered) + 1)
+    for first, length in enumerate(longest):
+        for last in range(first + 1, min(len(ordered), first + max(1, budget // length)) + 1):
+            cost = best[first] + PASS_TOKENS + length * (last - first)
+            if cost < best[last]:
+                best[last], start[last] = cost, first
     groups: list[np.ndarray] = []
-    start = 0
-    while start < len(ordered):  # the first row of a group is its longest
-        size = max(1, budget // int(lengths[ordered[start]]))
-        groups.append(ordered[start : start + size])
-        start += size
+    last = len(ordered)
+    while last:
+        groups.append(ordered[start[last] : last])
+        last = start[last]
     return groups
 
 

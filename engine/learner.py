@@ -65,7 +65,7 @@ class LearnerWorker:
         self._loss = loss_of(config.estimator)
         self._optimizer = Optimizer(student.model, config.optimizer, config.training.steps)
         self.version = 0
-        student.model.train()
+        student.model.eval()  # dropout would make the learner another model than the sampler's
 
     def step(
         self, batches: list[pa.RecordBatch], rows: list[list[int]]
@@ -111,7 +111,6 @@ class LearnerWorker:
     def divergence(self, batches: list[pa.RecordBatch], rows: list[list[int]]) -> tuple[float, int]:
         """Exact KL(student || teacher) of densely scored rows, summed over tokens, and their
         number."""
-        self._student.model.eval()
         batch = self._load(merge(batches, rows), ReverseKL(cache=Dense()), bounded=False)
         total, tokens = 0.0, 0
         for part in batch.split(batch.rows, self._config.training.micro_tokens):
@@ -126,7 +125,6 @@ class LearnerWorker:
             )
             total += loss.item()
             tokens += len(micro.support)
-        self._student.model.train()
         return total, tokens
 
     def save(self, folder: Path, batches: list[pa.RecordBatch], rows: list[list[int]]) -> None:
@@ -197,7 +195,9 @@ class LearnerWorker:
             worst = max(worst, fresh.max().item() if len(fresh) else 0.0)
         parameters = list(self._student.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.optimizer.clip).item()
-        if np.isfinite(norm):  # otherwise the update is left out, and counted
+        # A norm that isn't finite leaves the update out, and is counted; so do masked tokens only,
+        # on which momentum and weight decay would go on by themselves.
+        if np.isfinite(norm) and tokens:
             self._optimizer.step()
         return sums, norm, worst
 

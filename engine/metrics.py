@@ -18,7 +18,7 @@ class Metric:
 CATALOGUE: dict[str, Metric] = {
     "train/loss": Metric(
         "nats/token",
-        "estimated divergence from the teacher on the trained tokens, before the step's updates",
+        "estimated divergence from the teacher on the trained tokens, in the first pass",
         "should fall; a rise over several steps: lower optimizer.lr",
     ),
     "train/accuracy": Metric(
@@ -49,7 +49,7 @@ CATALOGUE: dict[str, Metric] = {
     ),
     "policy/ratio_mean": Metric(
         "1",
-        "mean of p/p_old of the emitted tokens, before the step's updates",
+        "mean of p/p_old of the emitted tokens, in the first pass",
         "1 when fresh; far from 1: lower staleness.max",
     ),
     "policy/ratio_deviation": Metric(

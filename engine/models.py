@@ -23,7 +23,7 @@ HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 def resolve(model: str) -> Path:
     """The folder of a model; downloads a hub id. Raises ConfigError that names the model."""
-    folder = Path(model).expanduser()
+    folder = Path(model).expanduser().absolute()  # workers may run in another directory
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{model}: the folder has no config.json, so it is not a model's")
@@ -44,9 +44,12 @@ def resolve(model: str) -> Path:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model's folder."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: the tokenizer can't be loaded: {error}") from None
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of no files
+        raise ConfigError(f"{folder}: the tokenizer's files are missing")
+    return tokenizer
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:

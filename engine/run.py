@@ -55,16 +55,16 @@ class Run:
     def __init__(self, config: RunConfig, inputs: Inputs, folder: Path) -> None:
         self.config = config
         self.inputs = inputs
-        self.folder = folder
+        self.folder = folder.absolute()  # workers may run in another directory
         self.history: list[StepRecord] = []
         self._cluster = Cluster(config, inputs)
-        self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        self._checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
         self.loop: Loop
         self.listeners: list[Callable[[StepRecord], None]] = []
         """Called with each step's record: trackers and terminals."""
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config.model_dump(mode="json"), indent=1)
-        (folder / "config.json").write_text(text)
+        (self.folder / "config.json").write_text(text)
 
     @property
     def steps(self) -> int:
@@ -159,7 +159,7 @@ class Run:
         await self._cluster.restart()
         folder, position = self._checkpoints.latest()
         learner = self._cluster.learner
-        weights, buffer, metas = await learner.restore(folder.absolute(), position.version)
+        weights, buffer, metas = await learner.restore(folder, position.version)
         self.loop.replace_workers(self._cluster.rollouts, self._cluster.teachers, learner)
         self.loop.restore(position, weights, [Row(buffer, meta) for meta in metas])
         self.history = [record for record in self.history if record.step <= position.version]

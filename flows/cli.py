@@ -89,7 +89,10 @@ def _distill(config: Any) -> dict[str, Any]:
 
     preflight.check(config)  # before Prefect and Ray start, which takes longer than to be told
     preflight.check_address("PREFECT_API_URL", os.environ.get("PREFECT_API_URL", ""))
-    os.environ.setdefault("PREFECT_HOME", str(Path(config.directory).absolute() / "prefect"))
+    home = os.environ.setdefault(
+        "PREFECT_HOME", str(Path(config.directory).absolute() / "prefect")
+    )
+    Path(home).mkdir(parents=True, exist_ok=True)  # Prefect waits minutes for one that isn't there
     from flows.distill import distill
 
     return asyncio.run(distill(config))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import EngineArgs, SamplingParams
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
@@ -100,6 +101,15 @@ class VLLMSampler:
         self._engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": weights.tensors()}
         )
+        self._engine.apply_model(_repack_head)
+
+
+def _repack_head(model: torch.nn.Module) -> None:
+    """A head tied to the embedding gets its new values through it, and on a CPU would go on with
+    the packed copy of its old ones."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 class Recorder(LogitsProcessor):

@@ -19,6 +19,7 @@ LESSONS = Lessons(
     tokens=512,
     muon_rate=0.02,
     adamw_rate=4e-3,
+    decay=0.1,
     warmup=1,
 )
 TINY = Recipe(
@@ -183,7 +184,7 @@ def test_muon_updates_are_near_orthogonal_and_scaled_for_tall_matrices() -> None
     for rows, columns in ((24, 8), (8, 24)):
         weight = torch.nn.Parameter(torch.zeros(rows, columns))
         weight.grad = torch.randn(rows, columns)
-        Muon([weight], rate=0.1).step()
+        Muon([weight], rate=0.1, decay=0.0).step()
         singular = torch.linalg.svdvals(weight) / (0.1 * max(1, rows / columns) ** 0.5)
         assert singular.min() > 0.6
         assert singular.max() < 1.3
@@ -192,8 +193,8 @@ def test_muon_updates_are_near_orthogonal_and_scaled_for_tall_matrices() -> None
 def test_muon_follows_the_arithmetic_of_pytorch() -> None:
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.zeros(16, 8)) for _ in range(2))
-    muon = Muon([ours], rate=0.1)
-    reference = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0)
+    muon = Muon([ours], rate=0.1, decay=0.5)
+    reference = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.5)
     for _ in range(3):
         ours.grad = torch.randn(16, 8)
         theirs.grad = ours.grad.clone()

@@ -41,22 +41,17 @@ from engine.schema import (
 from engine.scoring import ScoreReport
 from engine.staleness import Stage
 
-Turns = Callable[[int], int]
-"""How many turns of the event loop a worker's n-th call takes."""
+Script = Sequence[int]
+"""Turns of the event loop that a worker's calls take, one after the other and over again."""
 
 
 class FakeWorkerError(Exception):
     """A worker died, as its script says."""
 
 
-def turns(*script: int) -> Turns:
-    """These numbers of turns, over and over."""
-    return lambda call: script[call % len(script)]
-
-
-async def pass_turns(count: int) -> None:
-    """Lets others go first `count` times; at least once, as a call to another process does."""
-    for _ in range(max(1, count)):
+async def pass_turns(script: Script, call: int) -> None:
+    """Lets others go first; at least once, as a call to another process does."""
+    for _ in range(max(1, script[call % len(script)])):
         await asyncio.sleep(0)
 
 
@@ -109,6 +104,9 @@ def scored_batch(rollouts: pa.RecordBatch) -> pa.RecordBatch:
     )
 
 
+NOTHING_FINISHED = rollout_batch(pa.RecordBatch.from_pylist([], PROMPT), [])
+
+
 # Workers
 
 
@@ -133,7 +131,7 @@ class FakeRollouts:
     floor: Floor
     length: Callable[[int], int] = lambda ticket: 3
     """Tokens of a ticket's response."""
-    turns: Turns = turns(1)
+    turns: Script = (1,)
     lag: int = 0
     """Slices that pass between the arrival of weights and their use."""
     dies_at: int = -1
@@ -160,7 +158,7 @@ class FakeRollouts:
         self.version = max(self.version, *due, 0)
         for _, versions in self._rows.values():
             versions.append(self.version)
-        await pass_turns(self.turns(call))
+        await pass_turns(self.turns, call)
         if call == self.dies_at:
             raise FakeWorkerError(self.name)
         return self._finish()
@@ -169,10 +167,10 @@ class FakeRollouts:
         sampled = len(self._rows)
         ended = [t for t, (_, versions) in self._rows.items() if len(versions) >= self.length(t)]
         finished = [self._rows.pop(ticket) for ticket in ended]
-        batch = rollout_batch(
-            pa.RecordBatch.from_pylist([row for row, _ in finished], PROMPT),
-            [versions for _, versions in finished],
-        )
+        batch = NOTHING_FINISHED
+        if finished:
+            rows = pa.RecordBatch.from_pylist([row for row, _ in finished], PROMPT)
+            batch = rollout_batch(rows, [versions for _, versions in finished])
         for row, versions in finished:
             self.floor.place[row["ticket"]] = "queue"
             self.floor.generated[row["ticket"], row["attempt"]] = len(versions)
@@ -186,7 +184,7 @@ class FakeTeacher:
 
     name: str
     floor: Floor
-    turns: Turns = turns(1)
+    turns: Script = (1,)
     dies_at: int = -1
     """Call that raises."""
     calls: list[int] = field(default_factory=list)
@@ -198,7 +196,7 @@ class FakeTeacher:
         self.calls.append(len(batch))
         tickets = batch["ticket"].to_pylist()
         self.floor.place |= dict.fromkeys(tickets, self.name)
-        await pass_turns(self.turns(call))
+        await pass_turns(self.turns, call)
         if call == self.dies_at:
             raise FakeWorkerError(self.name)
         self.floor.place |= dict.fromkeys(tickets, "buffer")
@@ -226,7 +224,7 @@ class FakeLearner:
 
     floor: Floor
     bound: int
-    turns: Turns = turns(1)
+    turns: Script = (1,)
     dies_at: int = -1
     """Step that raises."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -237,7 +235,7 @@ class FakeLearner:
     async def step(self, rows: list[tuple[pa.RecordBatch, list[int]]]) -> tuple[int, StepReport]:
         batch = merge([batch for batch, _ in rows], [indices for _, indices in rows])
         self.floor.place |= dict.fromkeys(batch["ticket"].to_pylist(), "learner")
-        await pass_turns(self.turns(self.version))
+        await pass_turns(self.turns, self.version)
         if self.version == self.dies_at:
             raise FakeWorkerError("learner")
         ages = self._train(batch)
@@ -295,6 +293,14 @@ class CheckedLoop(Loop):
                 Stage.TRAINING: {"buffer"},
             }[lease.stage]
             assert place == lease.owner or place in before, (ticket, lease, place)
+        for ticket in self.floor.place.keys() - permits.leases.keys():
+            assert self.floor.place[ticket] == "buffer", "only a dropped response has no permit"
+
+    def check_settled(self) -> None:
+        """When nobody is busy, each lease is with its owner."""
+        self.check()
+        owners = {ticket: lease.owner for ticket, lease in self.permits.leases.items()}
+        assert owners == {ticket: self.floor.place[ticket] for ticket in owners}
 
 
 # Whole runs
@@ -342,10 +348,10 @@ class Factory:
         config: RunConfig,
         *,
         length: Callable[[int], int] = lambda ticket: 3,
-        rollout_turns: Sequence[Turns] = (turns(1),),
+        rollout_turns: Sequence[Script] = ((1,),),
         lags: Sequence[int] = (0,),
-        teacher_turns: Sequence[Turns] = (turns(1),),
-        learner_turns: Turns = turns(1),
+        teacher_turns: Sequence[Script] = ((1,),),
+        learner_turns: Script = (1,),
     ) -> None:
         """One rollout worker for each of `rollout_turns`, one teacher for each of
         `teacher_turns`; `lags` are the rollout workers', over and over."""
@@ -400,7 +406,7 @@ class Factory:
             async with asyncio.timeout(60), asyncio.TaskGroup() as group:
                 group.create_task(self.loop.generate(until))
                 group.create_task(self.loop.train(until))
-            self.loop.check()
+            self.loop.check_settled()
 
     def save(self) -> tuple[Any, list[pa.RecordBatch], list[Trained]]:
         """A checkpoint: the position, the buffer's rows, and what has been trained."""
