@@ -1,1 +1,1 @@
-"""The demo: a small task, a teacher and a student, made from nothing in two minutes on two cores."""
+"""The demo: a small task, a teacher and a student, made from nothing in two minutes."""

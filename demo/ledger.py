@@ -4,11 +4,11 @@
     response    u01+2=03 v03-3=00 w00+1=01
                \\boxed{01}
 
-Every entry of the response names its label, the total before, the amount and the total after. Totals
-have two digits always, labels follow the alphabet from a random letter, and a signed amount is one
-token: without these three, a model of this size does not learn the task in seconds. The length is
-log-normal, so a few responses are far longer than most: that tail is what makes waiting for the
-longest response of a batch expensive.
+Every entry of the response names its label, the total before, the amount and the total after.
+Totals have two digits always, labels follow the alphabet from a random letter, and a signed amount
+is one token: without these three, a model of this size does not learn the task in seconds. The
+length is log-normal, so a few responses are far longer than most: that tail is what makes waiting
+for the longest response of a batch expensive.
 
 A stream is named by a string, and the same name always gives the same problems. The held-out
 problems are left out of every stream by their text, so nobody trains on what is measured.
@@ -97,8 +97,8 @@ class Problem:
 def stream(name: str, long_share: float = 0.0) -> Iterator[Problem]:
     """Endless problems for training, none of them held out.
 
-    `long_share` of them have a length uniform in 2..52 instead of log-normal, so that a teacher sees
-    enough of the tail to be right there too.
+    `long_share` of them have a length uniform in 2..52 instead of log-normal, so that a teacher
+    sees enough of the tail to be right there too.
     """
     return (problem for problem in _draw(name, long_share) if problem.prompt not in _held_out())
 

@@ -1,30 +1,30 @@
 """The demo's teacher, student and baseline, made here as ordinary Hugging Face folders.
 
     process 1   teacher    fresh solved problems without end
-    process 2   student    1,000 solved problems: a cold start that is right about once in five
-                baseline   the student, on the same 1,000 problems, for as many more updates as a
+    process 2   student    600 solved problems: a cold start that is right about once in five
+                baseline   the student, on the same 600 problems, for as many more updates as a
                            distillation makes: what solved examples alone can still give
 
 One process and one thread each: matrices this small do not scale over threads, so two trainings
 side by side are what fills two cores.
 
-Everything is cached. An artefact's name ends in a digest of its recipe and of the library versions;
-it is written next to its final name and then renamed, so a killed build leaves nothing that could be
-taken for whole.
+Everything is cached. An artefact's name ends in a digest of its recipe and of the library versions.
+It is written next to its final name and then renamed, so a killed build leaves nothing that could
+be taken for whole.
 """
 
 import hashlib
 import json
 import math
 import multiprocessing
-import os
 import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, repeat
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import tokenizers
@@ -34,17 +34,22 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from demo import ledger
+from engine.optimizer import Muon
 
 HEAD_DIM = 32
 """vLLM's CPU attention takes heads of 32 or 64 on machines without AVX-512."""
 
-ROPE_THETA = 1e4
+REVISION = 1
+"""Part of every name: raise it when the code, rather than a recipe, changes what is made."""
 
 POSITIONS = 1_024
 """The longest prompt and response together are below 500 tokens."""
 
 POOL = 512
 """Examples sorted by length at once: about 30 batches, so that little of a batch is padding."""
+
+WARMUP = 20
+"""Steps in which the learning rates rise to their full value."""
 
 Example = tuple[list[int], list[int]]
 """Prompt ids and response ids."""
@@ -77,14 +82,12 @@ class Lessons:
     tokens: int
     """Most tokens of a batch, padding included."""
     muon_rate: float
-    """Learning rate of the matrices."""
+    """Highest learning rate of the matrices; for all, a cosine goes down to 2 % of the highest."""
     adamw_rate: float
-    """Learning rate of embeddings and norms."""
+    """Highest learning rate of embeddings and norms."""
     decay: float
     """Share of the matrices that a step at learning rate 1 would take away. At 0 they grow, later
     updates count for less, and a model stays weak at finding amounts far back in long problems."""
-    warmup: int
-    """Steps in which the rates rise to their full value; a cosine to 2 % follows."""
 
 
 @dataclass(frozen=True)
@@ -95,33 +98,30 @@ class Recipe:
     teacher_lessons: Lessons = Lessons(
         examples=None,
         long_share=0.1,
-        steps=1_000,
+        steps=800,
         tokens=1_536,
         muon_rate=0.02,
         adamw_rate=3e-3,
         decay=0.5,
-        warmup=20,
     )
     student: Shape = Shape(hidden=72, heads=3, kv_heads=1, ffn=216, layers=2, init_std=0.1)
     student_lessons: Lessons = Lessons(
-        examples=1_000,
+        examples=600,
         long_share=0.0,
         steps=550,
         tokens=1_536,
         muon_rate=0.02,
         adamw_rate=4e-3,
         decay=0.0,
-        warmup=20,
     )
     baseline_lessons: Lessons = Lessons(
-        examples=1_000,
+        examples=600,
         long_share=0.0,
         steps=1_600,
         tokens=768,
         muon_rate=0.01,
         adamw_rate=1.5e-3,
         decay=0.0,
-        warmup=20,
     )
     prompts: int = 6_400
     """Problems to distil on."""
@@ -140,6 +140,10 @@ class DemoFiles:
     evaluation: Path
 
 
+Plan = Callable[[DemoFiles, Recipe, Progress], None]
+"""What one process makes."""
+
+
 def prepare(directory: Path, progress: Progress, recipe: Recipe = Recipe()) -> DemoFiles:
     """Make whatever is missing under `directory`, and say where everything is."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -149,7 +153,7 @@ def prepare(directory: Path, progress: Progress, recipe: Recipe = Recipe()) -> D
         files.evaluation,
         lambda path: ledger.write_prompts(path, ledger.held_out(), prefix="held-out"),
     )
-    plans = []
+    plans: list[Plan] = []
     if not files.teacher.exists():
         plans.append(_make_teacher)
     if not (files.student.exists() and files.baseline.exists()):
@@ -173,7 +177,7 @@ def _name(kind: str, *parts: Shape | Lessons | int) -> str:
     """`kind` and a digest of what it is made from."""
     versions = [module.__version__ for module in (torch, transformers, tokenizers)]
     plain = [part if isinstance(part, int) else asdict(part) for part in parts]
-    digest = hashlib.sha256(json.dumps([plain, versions]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([REVISION, plain, versions]).encode()).hexdigest()
     return f"{kind}-{digest[:12]}"
 
 
@@ -185,7 +189,7 @@ def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(workshop / path.name)
         if not path.exists():  # another process may have been quicker
-            os.rename(workshop / path.name, path)
+            (workshop / path.name).rename(path)
     finally:
         shutil.rmtree(workshop)
 
@@ -195,15 +199,12 @@ def _write_training_prompts(path: Path, recipe: Recipe) -> None:
     ledger.write_prompts(path, islice(problems, recipe.prompts), prefix="ledger")
 
 
-Plan = Callable[[DemoFiles, Recipe, Progress], None]
-
-
 def _run_side_by_side(
     plans: list[Plan], files: DemoFiles, recipe: Recipe, progress: Progress
 ) -> None:
     """Run each plan in a process of its own and pass on what it reports, until all are done."""
     context = multiprocessing.get_context("spawn")
-    workers = {}
+    workers: dict[Connection, SpawnProcess] = {}
     for plan in plans:
         reports, outlet = context.Pipe(duplex=False)
         worker = context.Process(target=_work, args=(plan, files, recipe, outlet), daemon=True)
@@ -212,7 +213,8 @@ def _run_side_by_side(
         workers[reports] = worker
     try:
         while workers:
-            for reports in wait(list(workers)):
+            ready = wait(list(workers))
+            for reports in [each for each in workers if each in ready]:
                 try:
                     progress(*reports.recv())
                 except EOFError:
@@ -268,7 +270,7 @@ def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Q
             num_key_value_heads=shape.kv_heads,
             head_dim=HEAD_DIM,
             max_position_embeddings=POSITIONS,
-            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
             tie_word_embeddings=True,
             initializer_range=shape.init_std,
             eos_token_id=tokenizer.eos_token_id,
@@ -300,7 +302,8 @@ def _train(
 ) -> None:
     """Supervised fine-tuning on the responses, every token of a batch weighing the same."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-    others = [weight for weight in model.parameters() if all(weight is not m for m in matrices)]
+    others = [weight for weight in model.parameters() if weight.ndim == 1]
+    others.append(model.model.embed_tokens.weight)
     optimizers = [
         Muon(matrices, lessons.muon_rate, lessons.decay),
         torch.optim.AdamW(others, lessons.adamw_rate, betas=(0.9, 0.98), weight_decay=0.0),
@@ -321,9 +324,9 @@ def _train(
 
 def _rate(step: int, lessons: Lessons) -> float:
     """The share of the full learning rate: a linear rise, then a cosine from 1 to 0.02."""
-    if step < lessons.warmup:
-        return (step + 1) / lessons.warmup
-    done = (step - lessons.warmup) / max(1, lessons.steps - lessons.warmup)
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    done = (step - WARMUP) / max(1, lessons.steps - WARMUP)
     return 0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -332,16 +335,20 @@ def _batches(
 ) -> Iterator[list[Example]]:
     """Batches of about one length each, in random order, without end."""
     rng = random.Random(name)
-    problems = ledger.stream(name, lessons.long_share)
-    if lessons.examples is not None:
-        fixed = ledger.encode(tokenizer, list(islice(problems, lessons.examples)))
-    while True:
-        if lessons.examples is not None:
-            pool = fixed
-        else:
-            pool = ledger.encode(tokenizer, list(islice(problems, POOL)))
+    for pool in _pools(tokenizer, lessons, name):
         batches = _split_by_length(rng.sample(pool, len(pool)), lessons.tokens)
         yield from rng.sample(batches, len(batches))
+
+
+def _pools(
+    tokenizer: PreTrainedTokenizerFast, lessons: Lessons, name: str
+) -> Iterator[list[Example]]:
+    """The fixed examples over and over, or fresh ones."""
+    problems = ledger.stream(name, lessons.long_share)
+    if lessons.examples is not None:
+        yield from repeat(ledger.encode(tokenizer, list(islice(problems, lessons.examples))))
+    while True:
+        yield ledger.encode(tokenizer, list(islice(problems, POOL)))
 
 
 def _split_by_length(examples: list[Example], tokens: int) -> list[list[Example]]:
@@ -374,44 +381,3 @@ def _loss(model: Qwen3ForCausalLM, batch: list[Example], pad: int) -> Tensor:
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[learnt[:, 1:]])
     return torch.nn.functional.cross_entropy(logits, ids[:, 1:][learnt[:, 1:]])
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum whose every update is orthogonalised, in single precision.
-
-    PyTorch's own Muon orthogonalises in bfloat16, which on a CPU without bfloat16 units takes some
-    fifteen times as long as the same in float32, more than the rest of a step. The arithmetic is
-    otherwise the same.
-    """
-
-    MOMENTUM = 0.95
-    COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-    """Keller Jordan's quintic: singular values reach about 0.7 to 1.2 in five iterations."""
-
-    def __init__(self, weights: list[Tensor], rate: float, decay: float) -> None:
-        super().__init__(weights, {"lr": rate, "weight_decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update every matrix from its gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state[weight]
-                if not state:
-                    state["momentum"] = torch.zeros_like(weight)
-                momentum = state["momentum"].lerp_(weight.grad, 1 - self.MOMENTUM)
-                update = self._orthogonal(weight.grad.lerp(momentum, self.MOMENTUM))
-                rows, columns = weight.shape
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.sub_(update, alpha=group["lr"] * max(1.0, rows / columns) ** 0.5)
-
-    def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """About the nearest matrix whose singular values are all 1, by Newton and Schulz."""
-        a, b, c = self.COEFFICIENTS
-        tall = matrix.shape[0] > matrix.shape[1]
-        x = matrix.T if tall else matrix
-        x = x / x.norm().clamp(min=1e-7)
-        for _ in range(5):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.T if tall else x

@@ -16,7 +16,6 @@ from torch import Tensor
 from engine.config import Cache, Dense, TeacherTopK
 from engine.estimators import Support
 
-
 # What a forward pass costs by itself, in padded tokens: the larger, the fewer and wider the passes.
 PASS_TOKENS = 256
 

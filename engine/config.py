@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 
 class ConfigError(ValueError):
@@ -217,12 +224,22 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str = ""
-    """Tracking URI; empty is a SQLite file in `directory`. User and password come from MLflow's
-    environment variables, never from here."""
+    """Tracking URI; empty is MLFLOW_TRACKING_URI from the environment or, without it, a SQLite file
+    in `directory`. A password belongs into the environment: it is refused here."""
     experiment: str = "opdflow"
     """Experiment under which runs are listed."""
     model_name: str = "student"
     """Registered model whose new version gets the alias `candidate`."""
+
+    @field_validator("uri")
+    @classmethod
+    def _holds_no_password(cls, uri: str) -> str:
+        if "@" in uri.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "holds a user or password, and configurations are logged; set MLFLOW_TRACKING_URI, "
+                "or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment"
+            )
+        return uri
 
 
 class RunConfig(Section):
@@ -304,15 +321,16 @@ def valid_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterat
     """Every key that a configuration file may hold, dotted; variants of a union share a prefix."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        for nested in _sections(field.annotation):
+        for nested in sections(field.annotation):
             yield from valid_keys(nested, f"{prefix}{name}.")
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    """The tables that a field of this type may be; several for a union of variants."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
-        return [s for part in typing.get_args(annotation) for s in _sections(part)]
+        return [s for part in typing.get_args(annotation) for s in sections(part)]
     return []
 
 
@@ -334,4 +352,6 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"`{dotted}` is required and missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":  # our own words; the value may be a secret
+        return f"`{dotted}` {message}" if dotted else message
     return f"`{dotted}`: {message} (got {problem['input']!r})" if dotted else message

@@ -291,8 +291,10 @@ class Loop:
         """Waits for any event of the permits, or for the time given."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
+        # Not wait_for(): before Python 3.12 it loses a cancellation that meets the event.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(waiter, None if timeout == float("inf") else max(0, timeout))
+            async with asyncio.timeout(None if timeout == float("inf") else max(0, timeout)):
+                await waiter
 
     def _report(self, rows: list[Row], report: StepReport, waited: float) -> None:
         now = time.perf_counter()

@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before a worker starts."""
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,8 @@ def check(config: RunConfig) -> Inputs:
             f"estimator.cache.k = {cache.k} is larger than the vocabulary of {len(tokenizer)} ids; "
             'lower it, or take cache = {type = "dense"}'
         )
-    check_address("tracking.uri", config.tracking.uri)
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    check_address("tracking.uri", uri)
     return inputs
 
 

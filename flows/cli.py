@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     console = _console()
     figures = _distill(config)
     summary(console, figures, {"before": figures["before"], "after": figures["after"]})
-    _where_next(console, config.directory, figures)
+    _where_next(console, figures)
     return figures
 
 
@@ -75,11 +75,12 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
     console.print(
         "more SFT: as many updates again on the student's solved examples, without a teacher"
     )
-    _where_next(console, config.directory, figures)
-    console.print("try next")
-    console.print("  opdflow demo staleness.max=0     strictly synchronous: same quality, slower")
-    console.print("  opdflow demo rollout.backend=hf  plain transformers instead of vLLM")
-    console.print("  opdflow run FILE                 your own models, see README.md")
+    _where_next(console, figures)
+    opdflow = _program("opdflow")
+    console.print("\ntry next")
+    console.print(f"  {opdflow} demo staleness.max=0     strictly synchronous training")
+    console.print(f"  {opdflow} demo rollout.backend=hf  plain transformers instead of vLLM")
+    console.print(f"  {opdflow} run FILE                 your own models, see README.md")
     return figures
 
 
@@ -89,25 +90,33 @@ def _distill(config: Any) -> dict[str, Any]:
 
     preflight.check(config)  # before Prefect and Ray start, which takes longer than to be told
     preflight.check_address("PREFECT_API_URL", os.environ.get("PREFECT_API_URL", ""))
-    home = os.environ.setdefault(
-        "PREFECT_HOME", str(Path(config.directory).absolute() / "prefect")
-    )
+    home = os.environ.setdefault("PREFECT_HOME", str(Path(config.directory).absolute() / "prefect"))
     Path(home).mkdir(parents=True, exist_ok=True)  # Prefect waits minutes for one that isn't there
     from flows.distill import distill
 
     return asyncio.run(distill(config))
 
 
-def _where_next(console: Any, directory: str, figures: dict[str, Any]) -> None:
+def _where_next(console: Any, figures: dict[str, Any]) -> None:
+    """How to open both user interfaces, as commands to copy."""
     console.print("\nlook at it")
-    console.print(
-        f"  MLflow   mlflow ui --backend-store-uri {figures['mlflow_uri']}", soft_wrap=True
-    )
-    if os.environ.get("PREFECT_API_URL"):
-        console.print(f"  Prefect  {os.environ['PREFECT_API_URL'].removesuffix('/api')}")
+    uri = figures["mlflow_uri"]
+    if uri.startswith("http"):
+        console.print(f"  MLflow   {uri}", soft_wrap=True)
     else:
-        home = os.environ["PREFECT_HOME"]
-        console.print(f"  Prefect  PREFECT_HOME={home} prefect server start", soft_wrap=True)
+        mlflow = f"{_program('mlflow')} ui --backend-store-uri {uri}"
+        console.print(f"  MLflow   {mlflow}   → http://127.0.0.1:5000", soft_wrap=True)
+    if api := os.environ.get("PREFECT_API_URL"):
+        console.print(f"  Prefect  {api.removesuffix('/api')}", soft_wrap=True)
+    else:
+        prefect = f"PREFECT_HOME={os.environ['PREFECT_HOME']} {_program('prefect')} server start"
+        console.print(f"  Prefect  {prefect}   → http://127.0.0.1:4200", soft_wrap=True)
+
+
+def _program(name: str) -> str:
+    """A program of this environment, as it is called from here."""
+    path = Path(sys.executable).parent / name
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _console() -> Any:

@@ -67,6 +67,7 @@ async def distill(config: RunConfig) -> dict[str, Any]:
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     run = Run(config, inputs, Path(config.directory) / name)
     terminal = Terminal(config)
+    terminal.inputs(inputs)
     try:
         with watch.stage("start"), terminal.stage("starting workers"):
             opening = asyncio.to_thread(Tracker, config, name)

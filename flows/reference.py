@@ -1,15 +1,13 @@
 """The reference tables of the README, made from the code that they describe."""
 
-import types
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from engine.config import RunConfig
+from engine.config import RunConfig, sections
 from engine.metrics import CATALOGUE
 
 
@@ -33,7 +31,7 @@ def metric_table() -> str:
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
     for name, field in section.model_fields.items():
         key = prefix + name
-        variants = _sections(field.annotation)
+        variants = sections(field.annotation)
         if not variants:
             yield key, _default(field.default), _cell(field.description or "")
         elif len(variants) == 1:
@@ -46,14 +44,6 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str
                 yield from (row for row in _keys(variant, f"{key}.") if row[0] != f"{key}.type")
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
-        return [s for part in typing.get_args(annotation) for s in _sections(part)]
-    return []
-
-
 def _default(value: Any) -> str:
     if value is PydanticUndefined:
         return "required"
@@ -62,8 +52,6 @@ def _default(value: Any) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
 
 
 def fill(text: str) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from engine.config import RunConfig
 from engine.loop import StepRecord
+from engine.preflight import Inputs
 
 # Without a terminal, in a log, a line now and then is enough.
 LINES = 12
@@ -25,6 +26,21 @@ class Terminal:
         self._last: StepRecord | None = None
         self._progress: Progress | None = None
         self._task: Any = None
+
+    def inputs(self, inputs: Inputs) -> None:
+        """Says what is trained on, and what was left out of it."""
+        left_out = [
+            f"{count} {why}"
+            for count, why in (
+                (inputs.skipped, "too long"),
+                (inputs.held_out, "held out"),
+            )
+            if count
+        ]
+        left_out_text = f" (left out: {', '.join(left_out)})" if left_out else ""
+        self._console.print(
+            f"  {len(inputs.prompts)} prompts{left_out_text}, {len(inputs.evaluation)} held out"
+        )
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

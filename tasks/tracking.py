@@ -40,8 +40,9 @@ RETRY_SECONDS = 5.0
 
 
 def tracking_uri(config: RunConfig) -> str:
-    """Where MLflow is: as configured, or a SQLite file in the directory of runs."""
-    return config.tracking.uri or f"sqlite:///{Path(config.directory).absolute()}/mlflow.db"
+    """Where MLflow is: as configured, or as the environment says, or a file beside the runs."""
+    configured = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return configured or f"sqlite:///{Path(config.directory).absolute()}/mlflow.db"
 
 
 class Tracker:
@@ -62,7 +63,6 @@ class Tracker:
         parameters = [
             Param(key, str(value)[:PARAMETER_LENGTH])
             for key, value in _flat(config.model_dump(mode="json")).items()
-            if key != "tracking.uri"  # it may hold a password
         ]
         self._client.log_batch(self.run_id, params=parameters)
         self._queue: queue.Queue[StepRecord | None] = queue.Queue()
@@ -135,7 +135,7 @@ class Tracker:
         if existing is not None:
             return str(existing.experiment_id)
         local = f"{Path(self._config.directory).absolute()}/mlartifacts"
-        location = None if self._config.tracking.uri else local
+        location = local if tracking_uri(self._config).startswith("sqlite:") else None
         return str(self._client.create_experiment(name, artifact_location=location))
 
     def _write(self) -> None:

@@ -2,8 +2,8 @@
 
 All rows share the columns of one key-value cache. A response that joins is prefilled on its own and
 its cache padded on the left to the common width; positions are counted by row, so padding changes
-nothing. Columns that no row uses any more are cut off. Layers with a sliding window keep all columns
-like the others (a cache made from the model's configuration would not); their mask is narrower.
+nothing. Columns that no row uses any more are cut off. Layers with a sliding window keep all their
+columns too, as a cache made without the model's configuration does: only their mask is narrower.
 """
 
 from collections.abc import Sequence

@@ -41,6 +41,7 @@ SLOTS = 3
 TEMPERATURE = 0.7
 PROMPT_LENGTHS = (1, 23, 4, 60, 2, 11, 35, 7)
 RESPONSE_LENGTHS = (9, 1, 30, 4, 2, 17, 25, 12)
+STOP_IDS = [10, 27]  # neither is the model's own end of sequence
 GREEDY = 5
 LONG = 40  # tokens of a response that is still running at a swap
 BEFORE_SWAP = 4
@@ -82,7 +83,7 @@ def play(student_folder: Path, teacher_folder: Path, result: Path) -> None:
     sampler = VLLMSampler(
         str(student_folder),
         student.vocabulary,
-        student.stop_ids,
+        STOP_IDS,
         TEMPERATURE,
         SLOTS,
         max_length=128,
@@ -178,12 +179,13 @@ def teacher(tiny_teacher) -> Language:
     return language(tiny_teacher)
 
 
-def difference(record: Record, ticket: int, model: Language) -> float:
-    """Greatest difference over all ids and tokens from a fresh forward pass of this model."""
+def difference(record: Record, ticket: int, model: Language, first: int = 0) -> float:
+    """Greatest difference over all ids, and tokens from `first` on, from a fresh forward pass of
+    this model."""
     ids = record.responses[ticket].ids
     prompt = record.requests[ticket].prompt_ids
     expected = logprobs_of(model.model, prompt, ids, model.vocabulary, TEMPERATURE)
-    return (record.responses[ticket].logprobs - expected).abs().max().item()
+    return (record.responses[ticket].logprobs - expected)[first:].abs().max().item()
 
 
 def test_recorded_logprobs_are_those_of_the_reference_under_continuous_batching(scenario, student):
@@ -198,11 +200,11 @@ def test_no_more_responses_run_than_there_are_slots_and_none_is_forgotten(scenar
     assert all(response.reason for response in record.responses.values())
 
 
-def test_a_response_ends_at_its_first_stop_id_or_at_its_length(scenario, student):
+def test_a_response_ends_at_its_first_stop_id_or_at_its_length(scenario):
     records = (scenario.mixed, scenario.swapped, scenario.back)
     pairs = [(r.requests[t], r.responses[t]) for r in records for t in r.responses]
     for asked, response in pairs:
-        stops = [token in student.stop_ids for token in response.ids]
+        stops = [token in STOP_IDS for token in response.ids]
         if response.reason == "stop":
             assert stops == [False] * (len(stops) - 1) + [True]
         else:
@@ -252,7 +254,7 @@ def test_after_a_swap_the_new_weights_meet_the_old_keys_and_values(scenario, stu
         )
         assert (record.responses[ticket].logprobs - expected).abs().max() < 1e-4
         # The test can tell: keys and values computed anew would give something else.
-        assert difference(record, ticket, teacher) > 1e-2
+        assert difference(record, ticket, teacher, first=swap) > 1e-2
 
 
 def test_responses_that_begin_after_a_swap_are_the_new_models_own(scenario, teacher):

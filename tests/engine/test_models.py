@@ -81,7 +81,9 @@ def test_a_folder_without_a_config_is_refused_by_name(tmp_path):
         resolve(str(tmp_path))
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./missing", "models/of/mine", "~/nothing-here"])
+@pytest.mark.parametrize(
+    "path", ["/no/such/folder", "./missing", "models/of/mine", "~/nothing-here"]
+)
 def test_a_missing_folder_is_refused_by_name(path):
     with pytest.raises(ConfigError, match=f"{path}: no such model folder"):
         resolve(path)
