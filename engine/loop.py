@@ -31,7 +31,7 @@ from engine.prompts import PromptStream
 from engine.rollout import RolloutReport
 from engine.schema import RolloutMeta
 from engine.scoring import ScoreReport
-from engine.staleness import Bound, Permits, Stage
+from engine.staleness import Bound, Depth, Permits, Stage
 
 Handle = Any
 """A batch or weights in the object store; opaque to the loop."""
@@ -116,6 +116,7 @@ class Loop:
         self.permits = Permits(
             Bound.of(config.staleness).permits(config.training.batch), self._notify
         )
+        self.depth = Depth(config.training.batch, self.permits.total)
         self._config = config
         self._stream = stream
         self.replace_workers(rollouts, teachers, learner)
@@ -147,13 +148,14 @@ class Loop:
             start = time.perf_counter()
             rows = await self._next_batch()
             waited = time.perf_counter() - start
+            left_over = len(self.buffer)
             tickets = [row.meta.ticket for row in rows]
             self.permits.move(tickets, Stage.TRAINING, "learner")
             self._weights, report = await self._learner.step(_by_batch(rows))
             self.version = report.version
             for ticket in tickets:
                 del self._attempts[ticket]
-            self._report(rows, report, waited)
+            self._report(rows, report, waited, left_over)
             self.permits.release(tickets)
 
     def replace_workers(
@@ -223,9 +225,10 @@ class Loop:
     def _admit(self, worker: Rollouts) -> pa.RecordBatch | None:
         """Prompts for a worker's free slots, with a permit each."""
         left = (self._config.training.steps - self.version) * self._config.training.batch
-        share = -(-self.permits.total // len(self._rollouts))
+        share = -(-self.depth.value // len(self._rollouts))
         count = min(
             self.permits.free,
+            self.depth.value - len(self.permits.leases),
             left - len(self.permits.leases),  # the run's last steps need no more than this
             share - self._running.get(worker.name, 0),
             self._config.rollout.slots - self._running.get(worker.name, 0),
@@ -296,10 +299,12 @@ class Loop:
             async with asyncio.timeout(None if timeout == float("inf") else max(0, timeout)):
                 await waiter
 
-    def _report(self, rows: list[Row], report: StepReport, waited: float) -> None:
+    def _report(self, rows: list[Row], report: StepReport, waited: float, left_over: int) -> None:
         now = time.perf_counter()
         clock, self._clock = self._clock, _Clock(now)
         wall = max(now - clock.start, 1e-9)
+        rollout_busy = clock.rollout_busy / wall / len(self._rollouts)
+        self.depth.observe(waited / wall, rollout_busy, left_over)
         metas = [row.meta for row in rows]
         judged = [meta.correct for meta in metas if meta.correct is not None]
         metrics = report.metrics | {
@@ -308,10 +313,11 @@ class Loop:
             "staleness/dropped_responses": clock.dropped,
             "staleness/given_up_prompts": clock.given_up,
             "wait/learner_seconds": waited,
+            "queue/depth": self.depth.value,
             "queue/generating": self.permits.count(Stage.GENERATING),
             "queue/scoring": self.permits.count(Stage.SCORING),
             "queue/buffered": len(self.buffer),
-            "busy/rollout": clock.rollout_busy / wall / len(self._rollouts),
+            "busy/rollout": rollout_busy,
             "busy/teacher": clock.teacher_busy / wall / len(self._teachers),
             "busy/learner": report.busy_seconds / wall,
             "sync/rollout_seconds": clock.sync,

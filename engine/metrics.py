@@ -89,6 +89,11 @@ CATALOGUE: dict[str, Metric] = {
     "wait/learner_seconds": Metric(
         "s", "time the learner waited for this batch", "high: more rollout workers or staleness.max"
     ),
+    "queue/depth": Metric(
+        "responses",
+        "outstanding responses that the run aims at; moves between one batch and the permits",
+        "at the permits with an idle learner: raise staleness.max, or add rollout workers",
+    ),
     "queue/generating": Metric("responses", "responses in generation at the step's end", ""),
     "queue/scoring": Metric("responses", "responses at the teacher at the step's end", ""),
     "queue/buffered": Metric("responses", "scored responses that wait for the learner", ""),

@@ -42,6 +42,36 @@ class Bound:
         return version - (newest if self.older == "mask" else oldest) <= self.max
 
 
+# A learner that waited less than this share of a step was not kept waiting; a worker busy for more
+# than that has no time to spare. Shares move by a few per cent from step to step.
+WAITED, BUSY = 0.05, 0.9
+
+
+class Depth:
+    """How many rollouts are really kept outstanding: as few as keep everybody busy.
+
+    Filling up to the bound always would make every token as old as it may be, for nothing where the
+    learner is the slowest. So the depth starts at two batches, one in training and one on its way,
+    and moves after each step, between one batch and all permits:
+
+        learner waited and rollout workers had time to spare   → deeper by a quarter of a batch
+        learner did not wait and half a batch was left over    → shallower by an eighth
+    """
+
+    def __init__(self, batch: int, permits: int) -> None:
+        self._batch = batch
+        self._permits = permits
+        self.value = min(2 * batch, permits)
+
+    def observe(self, waited: float, rollout_busy: float, left_over: int) -> None:
+        """A step's shares of time (learner waiting, rollout workers busy), and the scored rows that
+        were left when its batch had been taken."""
+        if waited > WAITED and rollout_busy < BUSY:
+            self.value = min(self._permits, self.value + max(1, self._batch // 4))
+        elif waited <= WAITED and left_over >= max(1, self._batch // 2):
+            self.value = max(self._batch, self.value - max(1, self._batch // 8))
+
+
 class Stage(StrEnum):
     """Where an outstanding rollout is."""
 

@@ -156,6 +156,7 @@ class FakeRollouts:
             self._arriving.append((call + self.lag, weights))
         due = [version for slice_, version in self._arriving if slice_ <= call]
         self.version = max(self.version, *due, 0)
+        assert self._rows, "a worker with nothing to do is left alone"
         for _, versions in self._rows.values():
             versions.append(self.version)
         await pass_turns(self.turns, call)
@@ -249,6 +250,7 @@ class FakeLearner:
 
     def _train(self, batch: pa.RecordBatch) -> np.ndarray:
         step = StepBatch(batch, Sampled(), self.version, self.bound, 0)
+        assert np.all(step.ages >= 0), "no weights are from the future, or from a lost step"
         tokens = Ragged.of(batch["response_ids"])
         for row in step.rows:
             mine = tokens.positions(np.array([row]))

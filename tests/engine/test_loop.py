@@ -172,7 +172,9 @@ def test_a_bound_of_zero_is_strictly_synchronous(older):
 
 @pytest.mark.parametrize("stale", [1, 3])
 def test_generation_runs_ahead_by_the_bound_at_most_and_does_so(stale):
-    factory = Factory(run_config(stale=stale, steps=8), learner_turns=(100,)).run()
+    factory = Factory(run_config(stale=stale, steps=8), learner_turns=(100,))
+    factory.loop.depth.value = factory.loop.permits.total
+    factory.run()
     # Ticket t starts when at most (stale + 1) * 4 others are outstanding.
     ahead = [ticket // 4 - published for ticket, _, published in factory.floor.started]
     assert max(ahead) == stale
@@ -460,6 +462,7 @@ def test_the_death_of_the_learner_ends_generation():
 def test_an_event_in_the_moment_of_the_end_keeps_nobody_waiting(turns):
     # A queue that waits for the flush time is woken by an event, and cancelled at the same time.
     factory = Factory(run_config(stale=3, budget=10**9, flush=1000.0))
+    factory.loop.depth.value = factory.loop.permits.total
 
     async def run() -> asyncio.Task:
         generation = asyncio.create_task(factory.loop.generate(6))
@@ -526,6 +529,13 @@ def test_the_position_holds_all_that_is_not_scored_and_not_what_is():
     assert not buffered & waiting
     trained = set(trained_tickets(factory))
     assert buffered | waiting | trained == set(range(position.cursor))
+
+
+def test_the_position_holds_what_is_queued_again_and_not_yet_handed_out():
+    factory = Factory(run_config(stale=1, steps=9)).run(2)
+    outstanding = factory.loop.position().waiting
+    factory.stream.queue_again(3, 2)
+    assert factory.loop.position().waiting == [*outstanding, (3, 2)]
 
 
 @each_mode

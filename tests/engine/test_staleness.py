@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import StalenessConfig
-from engine.staleness import Bound, Lease, Permits, Stage
+from engine.staleness import Bound, Depth, Lease, Permits, Stage
 
 
 @pytest.mark.parametrize(("stale", "total"), [(0, 64), (1, 128), (3, 256)])
@@ -129,3 +129,39 @@ def test_no_permit_is_lost_or_made_in_any_sequence_of_events(data, total):
         assert len(seen) == before + 1, "each event is announced once"
         assert seen[-1] == {stage: len(group) for stage, group in stages.items()}
     assert set(permits.leases) == set().union(*stages.values())
+
+
+# Depth
+
+
+def test_the_depth_starts_at_two_batches_or_at_the_permits() -> None:
+    assert Depth(batch=8, permits=40).value == 16
+    assert Depth(batch=8, permits=8).value == 8
+
+
+def test_a_learner_kept_waiting_by_idle_workers_makes_it_deeper_up_to_the_permits() -> None:
+    depth = Depth(batch=8, permits=19)
+    depth.observe(waited=0.3, rollout_busy=0.5, left_over=0)
+    assert depth.value == 18
+    depth.observe(waited=0.3, rollout_busy=0.5, left_over=0)
+    assert depth.value == 19
+
+
+def test_a_learner_that_waits_for_busy_workers_gains_nothing_from_depth() -> None:
+    depth = Depth(batch=8, permits=40)
+    depth.observe(waited=0.3, rollout_busy=0.99, left_over=0)
+    assert depth.value == 16
+
+
+def test_rows_that_age_in_the_buffer_make_it_shallower_down_to_a_batch() -> None:
+    depth = Depth(batch=8, permits=40)
+    for expected in (15, 14, 13, 12, 11, 10, 9, 8, 8):
+        depth.observe(waited=0.0, rollout_busy=0.5, left_over=4)
+        assert depth.value == expected
+
+
+def test_strictly_synchronous_training_keeps_its_one_batch() -> None:
+    depth = Depth(batch=8, permits=8)
+    depth.observe(waited=0.5, rollout_busy=0.1, left_over=0)
+    depth.observe(waited=0.0, rollout_busy=0.1, left_over=8)
+    assert depth.value == 8
