@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Ray reads these when it is imported or starts: no usage reports, no `uv run` around its workers, and
-# the priority of an ordinary process for them, for they do the work.
+# Ray reads these when it is imported or starts: no usage reports, no `uv run` around its workers,
+# and the priority of an ordinary process for them, for they do the work.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")

@@ -303,8 +303,8 @@ class Loop:
         now = time.perf_counter()
         clock, self._clock = self._clock, _Clock(now)
         wall = max(now - clock.start, 1e-9)
-        rollout_busy = clock.rollout_busy / wall / len(self._rollouts)
-        self.depth.observe(waited / wall, rollout_busy, left_over)
+        slots = self._config.rollout.slots * len(self._rollouts)
+        self.depth.observe(waited / wall, slots - sum(self._running.values()), left_over)
         metas = [row.meta for row in rows]
         judged = [meta.correct for meta in metas if meta.correct is not None]
         metrics = report.metrics | {
@@ -317,7 +317,7 @@ class Loop:
             "queue/generating": self.permits.count(Stage.GENERATING),
             "queue/scoring": self.permits.count(Stage.SCORING),
             "queue/buffered": len(self.buffer),
-            "busy/rollout": rollout_busy,
+            "busy/rollout": clock.rollout_busy / wall / len(self._rollouts),
             "busy/teacher": clock.teacher_busy / wall / len(self._teachers),
             "busy/learner": report.busy_seconds / wall,
             "sync/rollout_seconds": clock.sync,

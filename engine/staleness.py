@@ -42,9 +42,9 @@ class Bound:
         return version - (newest if self.older == "mask" else oldest) <= self.max
 
 
-# A learner that waited less than this share of a step was not kept waiting; a worker busy for more
-# than that has no time to spare. Shares move by a few per cent from step to step.
-WAITED, BUSY = 0.05, 0.9
+# A learner that waited less than this share of a step was not kept waiting: shares move by a few
+# per cent from step to step.
+WAITED = 0.05
 
 
 class Depth:
@@ -54,8 +54,11 @@ class Depth:
     learner is the slowest. So the depth starts at two batches, one in training and one on its way,
     and moves after each step, between one batch and all permits:
 
-        learner waited and rollout workers had time to spare   → deeper by a quarter of a batch
-        learner did not wait and half a batch was left over    → shallower by an eighth
+        learner waited and rollout workers had free slots     → deeper by a quarter of a batch
+        learner did not wait and half a batch was left over   → shallower by an eighth
+
+    A busy worker with free slots can still do more: a decoding step takes nearly as long for a few
+    responses as for many, and the longest one keeps a whole batch waiting if nothing else runs.
     """
 
     def __init__(self, batch: int, permits: int) -> None:
@@ -63,10 +66,10 @@ class Depth:
         self._permits = permits
         self.value = min(2 * batch, permits)
 
-    def observe(self, waited: float, rollout_busy: float, left_over: int) -> None:
-        """A step's shares of time (learner waiting, rollout workers busy), and the scored rows that
-        were left when its batch had been taken."""
-        if waited > WAITED and rollout_busy < BUSY:
+    def observe(self, waited: float, free_slots: int, left_over: int) -> None:
+        """The share of a step that the learner waited, the rollout workers' free slots at its end,
+        and the scored rows that were left when its batch had been taken."""
+        if waited > WAITED and free_slots > 0:
             self.value = min(self._permits, self.value + max(1, self._batch // 4))
         elif waited <= WAITED and left_over >= max(1, self._batch // 2):
             self.value = max(self._batch, self.value - max(1, self._batch // 8))

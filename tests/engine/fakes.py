@@ -39,7 +39,7 @@ from engine.schema import (
     row_lengths,
 )
 from engine.scoring import ScoreReport
-from engine.staleness import Stage
+from engine.staleness import Depth, Stage
 
 Script = Sequence[int]
 """Turns of the event loop that a worker's calls take, one after the other and over again."""
@@ -266,14 +266,34 @@ class FakeLearner:
         return np.asarray(step.ages[step.counted])
 
 
+class ScriptedDepth(Depth):
+    """A depth that follows a script, over and over; the real one follows the clock.
+
+    Without a script it is that of the permits, which pushes age to its bound."""
+
+    def __init__(self, batch: int, permits: int, script: Script = ()) -> None:
+        super().__init__(batch, permits)
+        self.observed: list[tuple[float, int, int]] = []
+        """Arguments of each call."""
+        self._script = [min(permits, max(batch, value)) for value in script] or [permits]
+        self.value = self._script[0]
+
+    def observe(self, waited: float, free_slots: int, left_over: int) -> None:
+        self.observed.append((waited, free_slots, left_over))
+        self.value = self._script[len(self.observed) % len(self._script)]
+
+
 class CheckedLoop(Loop):
     """A loop that after each event compares its permits with where the tickets are."""
 
     floor: Floor
     events = 0
+    most = 0
+    """Rollouts that were outstanding at the same time."""
 
     def _notify(self) -> None:
         self.events += 1
+        self.most = max(self.most, len(self.permits.leases))
         self.check()
         super()._notify()
 
@@ -354,6 +374,7 @@ class Factory:
         lags: Sequence[int] = (0,),
         teacher_turns: Sequence[Script] = ((1,),),
         learner_turns: Script = (1,),
+        depths: Script = (),
     ) -> None:
         """One rollout worker for each of `rollout_turns`, one teacher for each of
         `teacher_turns`; `lags` are the rollout workers', over and over."""
@@ -373,6 +394,8 @@ class Factory:
             self.records.append,
         )
         self.loop.floor = self.floor
+        self.depth = ScriptedDepth(config.training.batch, self.loop.permits.total, depths)
+        self.loop.depth = self.depth
 
     def _hire(self) -> None:
         self.floor = Floor()

@@ -551,7 +551,7 @@ def test_statistics_are_what_their_names_say():
 
 def test_the_dense_loss_refuses_a_part_of_the_vocabulary():
     z, p_old, q = distributions(9, 6, rows=2)
-    with pytest.raises(ValueError, match="estimator.cache"):
+    with pytest.raises(ValueError, match=r"estimator\.cache"):
         loss_of(DENSE)(z.log_softmax(-1), ragged([[1], [2, 3]], p_old, q))
 
 

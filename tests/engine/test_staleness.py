@@ -1,7 +1,7 @@
 """The arithmetic of the age bound, and permits as leases."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import StalenessConfig
@@ -93,6 +93,7 @@ def test_a_ticket_without_a_permit_can_neither_be_moved_nor_released():
     assert permits.free == 3
 
 
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 8))
 def test_no_permit_is_lost_or_made_in_any_sequence_of_events(data, total):
     # The model: sets of tickets for each stage. Each event is one call, seen by `changed`.
@@ -139,29 +140,29 @@ def test_the_depth_starts_at_two_batches_or_at_the_permits() -> None:
     assert Depth(batch=8, permits=8).value == 8
 
 
-def test_a_learner_kept_waiting_by_idle_workers_makes_it_deeper_up_to_the_permits() -> None:
+def test_a_learner_kept_waiting_while_slots_are_free_makes_it_deeper_up_to_the_permits() -> None:
     depth = Depth(batch=8, permits=19)
-    depth.observe(waited=0.3, rollout_busy=0.5, left_over=0)
+    depth.observe(waited=0.3, free_slots=3, left_over=0)
     assert depth.value == 18
-    depth.observe(waited=0.3, rollout_busy=0.5, left_over=0)
+    depth.observe(waited=0.3, free_slots=3, left_over=0)
     assert depth.value == 19
 
 
-def test_a_learner_that_waits_for_busy_workers_gains_nothing_from_depth() -> None:
+def test_a_learner_that_waits_for_full_workers_gains_nothing_from_depth() -> None:
     depth = Depth(batch=8, permits=40)
-    depth.observe(waited=0.3, rollout_busy=0.99, left_over=0)
+    depth.observe(waited=0.3, free_slots=0, left_over=0)
     assert depth.value == 16
 
 
 def test_rows_that_age_in_the_buffer_make_it_shallower_down_to_a_batch() -> None:
     depth = Depth(batch=8, permits=40)
     for expected in (15, 14, 13, 12, 11, 10, 9, 8, 8):
-        depth.observe(waited=0.0, rollout_busy=0.5, left_over=4)
+        depth.observe(waited=0.0, free_slots=3, left_over=4)
         assert depth.value == expected
 
 
 def test_strictly_synchronous_training_keeps_its_one_batch() -> None:
     depth = Depth(batch=8, permits=8)
-    depth.observe(waited=0.5, rollout_busy=0.1, left_over=0)
-    depth.observe(waited=0.0, rollout_busy=0.1, left_over=8)
+    depth.observe(waited=0.5, free_slots=3, left_over=0)
+    depth.observe(waited=0.0, free_slots=3, left_over=8)
     assert depth.value == 8
