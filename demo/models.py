@@ -123,7 +123,7 @@ class Recipe:
         adamw_rate=1.5e-3,
         decay=0.0,
     )
-    prompts: int = 6_400
+    prompts: int = 8_400
     """Problems to distil on."""
     seed: int = 0
     """Changes the initial weights and every training stream, never the held-out problems."""

@@ -4,10 +4,14 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
+
+STOP_SECONDS = 15.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,7 +98,21 @@ def _distill(config: Any) -> dict[str, Any]:
     Path(home).mkdir(parents=True, exist_ok=True)  # Prefect waits minutes for one that isn't there
     from flows.distill import distill
 
+    signal.signal(signal.SIGINT, _interrupted)
     return asyncio.run(distill(config))
+
+
+def _interrupted(*_: object) -> None:
+    """Ctrl-C ends the run in good order, within STOP_SECONDS; a second one ends it at once.
+
+    Prefect's own server gets the same signal and is gone first, and its client would then try to
+    report to it for minutes."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    print("opdflow: stopping; press Ctrl-C again to stop at once", file=sys.stderr)
+    end = threading.Timer(STOP_SECONDS, os._exit, [130])
+    end.daemon = True
+    end.start()
+    raise KeyboardInterrupt
 
 
 def _where_next(console: Any, figures: dict[str, Any]) -> None:
