@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow lint format docs clean
+.PHONY: demo test quality lint format docs clean
 
 demo: $(READY)
 	@$(BIN)/opdflow demo $(ARGS)
@@ -11,8 +11,8 @@ demo: $(READY)
 test: lint
 	@$(BIN)/python -m pytest
 
-test-slow: $(READY)
-	@$(BIN)/python -m pytest -m slow
+quality: $(READY)
+	@$(BIN)/python benchmarks/quality.py
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

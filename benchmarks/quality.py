@@ -1,6 +1,6 @@
 """Held-out figures of the demo by staleness, backend and seed: asynchrony must not cost quality.
 
-    .venv/bin/python benchmarks/quality.py
+    make quality
 
 runs `staleness.max` 0 and 4 on both backends, three seeds on vLLM, one on hf: eight whole runs of
 the demo, one after another. Prints a Markdown table; `--json PATH` keeps all figures.

@@ -110,7 +110,11 @@ class Tracker:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         version = client.create_model_version(
-            name, f"models:/{model.model_id}", run_id=self.run_id, tags=tags
+            name,
+            f"models:/{model.model_id}",
+            run_id=self.run_id,
+            tags=tags,
+            model_id=model.model_id,
         )
         client.set_registered_model_alias(name, CANDIDATE, version.version)
         return str(version.version)
