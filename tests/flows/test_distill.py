@@ -58,8 +58,8 @@ def test_a_run_ends_with_a_registered_candidate_that_loads_and_generates(run_fil
     assert "Traceback" not in done.stdout + done.stderr
     assert Path(figures["run_directory"]).is_dir()
 
-    client = mlflow.MlflowClient(figures["mlflow_uri"])
     mlflow.set_tracking_uri(figures["mlflow_uri"])
+    client = mlflow.MlflowClient()
     version = client.get_model_version_by_alias("student", "candidate")
     assert str(version.version) == figures["model_version"]
     assert version.tags["teacher"]
