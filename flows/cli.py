@@ -76,9 +76,7 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
     figures["baseline"] = more
     columns = {"before": figures["before"], "more SFT": more, "after": figures["after"]}
     summary(console, figures, columns)
-    console.print(
-        "more SFT: as many updates again on the student's solved examples, without a teacher"
-    )
+    console.print("more SFT: 1,600 more updates on the student's solved examples, no teacher")
     _where_next(console, figures)
     opdflow = _program("opdflow")
     console.print("\ntry next")

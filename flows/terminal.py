@@ -77,7 +77,7 @@ class Terminal:
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, description=line(record))
         elif record.step % max(1, self._total // LINES) == 0:
-            self._console.print(f"    {line(record, self._total)}")
+            self._console.print(f"    {line(record, self._total)}", soft_wrap=True)
 
     def close(self) -> None:
         """Takes the live line away."""
@@ -128,7 +128,8 @@ def summary(console: Console, figures: dict[str, Any], columns: dict[str, dict[s
     console.print(
         f"{figures['steps']} steps, {figures['trained_tokens']:.0f} tokens trained at "
         f"{figures['trained_tokens_per_second']:.0f} tokens/s; token age mean "
-        f"{figures['mean_age']:.2f}, max {figures['max_age']:.0f} steps"
+        f"{figures['mean_age']:.2f}, max {figures['max_age']:.0f} steps",
+        soft_wrap=True,
     )
     version = f"{figures['model_name']} version {figures['model_version']}, alias candidate"
     console.print(f"registered   {version}")
