@@ -51,6 +51,11 @@ class Sums:
         for name, values in (statistics | squared).items():
             self.sums[name] = self.sums.get(name, 0.0) + values.double().sum().item()
 
+    def merge(self, other: "Sums") -> None:
+        self.tokens += other.tokens
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
     def mean(self, name: str) -> float:
         return self.sums.get(name, 0.0) / max(1, self.tokens)
 
@@ -80,9 +85,7 @@ class LearnerWorker:
         for update, mini in enumerate(self._mini_batches(batch)):
             sums, norm, worst = self._update(batch, mini)
             if update < self._config.training.mini_batches:  # the first pass sees each token once
-                before.tokens += sums.tokens
-                for name, value in sums.sums.items():
-                    before.sums[name] = before.sums.get(name, 0.0) + value
+                before.merge(sums)
             if update == 0:
                 deviation = worst
             norms.append(norm)

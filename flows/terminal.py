@@ -23,7 +23,6 @@ class Terminal:
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._total = config.training.steps
-        self._last: StepRecord | None = None
         self._progress: Progress | None = None
         self._task: Any = None
 
