@@ -34,6 +34,10 @@ class Weights:
     buffers: dict[torch.dtype, np.ndarray]
     """Raw bytes for each type."""
 
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view) of each tensor. The views are read-only: copy from them, never write."""
         with warnings.catch_warnings():
