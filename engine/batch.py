@@ -13,8 +13,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from engine.config import Cache, Dense, TeacherTopK
-from engine.estimators import Support
+from engine.config import Cache, Dense, chosen_by_teacher
+from engine.support import Support
 
 # What a forward pass costs by itself, in padded tokens: the larger, the fewer and wider the passes.
 PASS_TOKENS = 256
@@ -81,6 +81,10 @@ class MicroBatch:
     fresh: Tensor
     """[n] bool: of age 0, in a response that no weight swap went through. After a swap the sampler
     goes on with keys and values of older weights, so only here must the ratio be 1."""
+    ages: Tensor
+    """[n] int64, in steps."""
+    entries: np.ndarray
+    """Where the support's entries lie among those of the whole step."""
 
 
 class StepBatch:
@@ -94,12 +98,9 @@ class StepBatch:
         self._prompts = Ragged.of(batch["prompt_ids"])
         self._responses = Ragged.of(batch["response_ids"])
         self._sampler_logprobs = Ragged.of(batch["sampler_logprobs"]).values
-        self._ids, self._cache_logprobs = _cached(batch, cache)
-        teacher = Ragged.nested(batch["teacher_logprobs"])
-        self._teacher_logprobs = teacher.values
-        # Entries of each token: a dense cache holds no ids, for it holds them all.
-        self._entries = Ragged(teacher.values, teacher.offsets)
-        if isinstance(cache, Dense) and np.any(teacher.lengths != vocabulary):
+        self._entries = Ragged.nested(batch["teacher_logprobs"])
+        self._columns = {"teacher_logprobs": self._entries.values} | _cached(batch, cache)
+        if isinstance(cache, Dense) and np.any(self._entries.lengths != vocabulary):
             raise ValueError(f"a dense cache must have all {vocabulary} ids at each token")
         self.ages = version - token_versions(batch)
         self.counted = self.ages <= max_age
@@ -109,6 +110,11 @@ class StepBatch:
     @property
     def rows(self) -> np.ndarray:
         return np.arange(len(self._responses.lengths))
+
+    @property
+    def entries(self) -> int:
+        """Cached entries of all tokens."""
+        return len(self._entries.values)
 
     def counted_tokens(self, rows: np.ndarray) -> int:
         return int(self.counted[self._responses.positions(rows)].sum())
@@ -124,19 +130,28 @@ class StepBatch:
         counted = self.counted[tokens]
         tokens = tokens[counted]
         entries = self._entries.positions(tokens)
-        dense = len(self._ids) == 0
+        columns = {"sampler_logprobs": torch.zeros(0, device=device)} | {
+            name: torch.from_numpy(column[entries] if len(column) else column.copy()).to(device)
+            for name, column in self._columns.items()
+        }
         support = Support(
             offsets=torch.from_numpy(_offsets(self._entries.lengths[tokens])),
-            ids=_long(self._ids if dense else self._ids[entries]).to(device),
-            sampler_logprobs=_float(
-                self._cache_logprobs[entries] if len(self._cache_logprobs) else np.zeros(0)
-            ).to(device),
-            teacher_logprobs=_float(self._teacher_logprobs[entries]).to(device),
             token_ids=_long(responses.values[counted]).to(device),
             token_sampler_logprobs=_float(self._sampler_logprobs[tokens]).to(device),
+            **columns,
         )
         sequences = _sequences(prompts, responses, counted).to(device)
-        return MicroBatch(sequences, support, torch.from_numpy(self._fresh[tokens]))
+        return MicroBatch(
+            sequences,
+            support,
+            torch.from_numpy(self._fresh[tokens]),
+            torch.from_numpy(self.ages[tokens]),
+            entries,
+        )
+
+    def set_proximal(self, logprobs: np.ndarray) -> None:
+        """log p of every entry at the step's start, for stabilisers that compare with it."""
+        self._columns["proximal_logprobs"] = logprobs
 
 
 def token_versions(batch: pa.RecordBatch) -> np.ndarray:
@@ -180,15 +195,16 @@ def merge(batches: Sequence[pa.RecordBatch], rows: Sequence[Sequence[int]]) -> p
     return pa.concat_batches(taken)
 
 
-def _cached(batch: pa.RecordBatch, cache: Cache) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of the cache's entries and their log p_old; empty where there are none."""
-    nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    if isinstance(cache, Dense):
-        return nothing
-    if isinstance(cache, TeacherTopK):
-        return Ragged.nested(batch["teacher_ids"]).values, nothing[1]
-    ids, logprobs = Ragged.nested(batch["cache_ids"]), Ragged.nested(batch["cache_logprobs"])
-    return ids.values, logprobs.values
+def _cached(batch: pa.RecordBatch, cache: Cache) -> dict[str, np.ndarray]:
+    """Columns of the cache's entries, beside the teacher's scores; empty where there are none."""
+    by_teacher = chosen_by_teacher(cache)
+    who = "teacher" if by_teacher else "cache"
+    ids = Ragged.nested(batch[f"{who}_ids"]).values  # none of a dense cache, for it holds them all
+    draws = Ragged.nested(batch[f"{who}_draws"]).values
+    columns = {"ids": ids.astype(np.int64), "draws": draws.astype(np.int64)}
+    if not by_teacher:
+        columns["sampler_logprobs"] = Ragged.nested(batch["cache_logprobs"]).values
+    return columns
 
 
 def _sequences(prompts: Ragged, responses: Ragged, counted: np.ndarray) -> Sequences:

@@ -105,7 +105,7 @@ class TeacherActor:
         teacher = Language(folder, dtype, device, config.teacher.trust_remote_code)
         self._config = config
         self._worker = TeacherWorker(
-            teacher, config.teacher.temperature, config.scoring.token_budget
+            teacher, config.teacher.temperature, config.scoring.token_budget, config.seed
         )
 
     def ready(self) -> None:

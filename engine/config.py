@@ -118,6 +118,37 @@ class Sampled(Section):
     type: Literal["sampled"] = "sampled"
 
 
+class MultiSample(Section):
+    """Cache n draws from the student, the emitted token among them: unbiased, less noisy."""
+
+    type: Literal["multi_sample"] = "multi_sample"
+    n: int = Field(64, gt=0, lt=2**16)
+    """Draws per token, with replacement; stored as (id, count)."""
+    distinct: bool = False
+    """Weigh each distinct id by the inverse of its probability to be among the draws, rather than
+    by how often it came up: the same cache, less noise."""
+
+
+class StudentTopK(Section):
+    """Cache the student's k likeliest ids. Biased: ids that the sampler ranked low are never seen,
+    or only as one bucket. For comparison."""
+
+    type: Literal["student_top_k"] = "student_top_k"
+    k: int = Field(16, gt=0)
+    """Ids per token."""
+    rest: Literal["bucket", "renormalise"] = "bucket"
+    """All other ids are one bucket, or both distributions are renormalised over the k."""
+
+    @model_validator(mode="after")
+    def _one_id_needs_its_rest(self) -> "StudentTopK":
+        if self.k == 1 and self.rest == "renormalise":
+            raise ValueError(
+                'k = 1 with rest = "renormalise" compares two distributions over one id, which are '
+                'always equal: there is nothing to learn; raise k, or set rest = "bucket"'
+            )
+        return self
+
+
 class Poisson(Section):
     """Cache each id a with probability min(1, (n p(a))^alpha): unbiased, little noise."""
 
@@ -128,6 +159,22 @@ class Poisson(Section):
     """Below 1, rare ids are kept more often than in proportion: robust when rollouts are stale."""
     max_ratio: float | None = Field(None, gt=0)
     """Cap on p/inclusion probability, which trades a little bias for robustness; none if unset."""
+    top_k: int = Field(0, ge=0)
+    """So many of the likeliest ids are kept for certain."""
+
+
+class TopKTail(Section):
+    """Cache the student's k likeliest ids and, where the emitted token is not one of them, that
+    token for all the rest: unbiased; the rest is noisy."""
+
+    type: Literal["top_k_tail"] = "top_k_tail"
+    k: int = Field(16, gt=0)
+    """Ids per token."""
+    n: int | None = Field(None, gt=0)
+    """Thin the k ids as `poisson` does with this n; keep all of them if unset. Of a distribution of
+    which only the top is known, this is the smallest unbiased cache."""
+    alpha: float = Field(0.75, gt=0, le=1)
+    """As for `poisson`, where n is set."""
 
 
 class Dense(Section):
@@ -144,24 +191,135 @@ class TeacherTopK(Section):
     """Ids per token. The rest of the vocabulary is one bucket, so that the loss stays >= 0."""
 
 
+class TeacherMultiSample(Section):
+    """Cache n draws from the teacher: unbiased for the forward KL, and needs no ratio."""
+
+    type: Literal["teacher_multi_sample"] = "teacher_multi_sample"
+    n: int = Field(64, gt=0, lt=2**16)
+    """Draws per token, with replacement; stored as (id, count)."""
+
+
+class Unclipped(Section):
+    """No clip: with learner signal and ratio, the exact gradient at fixed prefixes."""
+
+    type: Literal["none"] = "none"
+    signal: Literal["learner", "rollout"] = "learner"
+    """log q - log p under the present learner, or frozen as log q - log p_old when the token was
+    sampled. Frozen and unclipped it pulls towards a point mass, and collapses."""
+    ratio: bool = True
+    """Weigh by p/p_old. Without it, stale tokens count as if the learner had sampled them."""
+
+
+class Clipped(Section):
+    """PPO's clip: no gradient from an id whose ratio has already moved by eps in the direction that
+    its signal asks for."""
+
+    type: Literal["clip"] = "clip"
+    signal: Literal["learner", "rollout"] = "learner"
+    """As without a clip."""
+    eps: float = Field(0.2, gt=0, lt=1)
+    """The ratio is held within 1 - eps and 1 + eps."""
+
+
+class Decoupled(Section):
+    """AReaL's decoupled clip: the ratio is taken to the policy at the step's start, and what that
+    policy has moved from the sampler is a constant weight."""
+
+    type: Literal["decoupled"] = "decoupled"
+    signal: Literal["learner", "rollout"] = "learner"
+    """As without a clip."""
+    eps: float = Field(0.2, gt=0, lt=1)
+    """As for `clip`."""
+    cap: float = Field(5.0, gt=1)
+    """An id with a larger constant weight is left out."""
+
+
+class M2PO(Section):
+    """M2PO's clip: its bounds are the widest under which the second moment of the log ratio, over
+    the step's ids that move in the harmful direction, stays within a budget."""
+
+    type: Literal["m2po"] = "m2po"
+    signal: Literal["learner", "rollout"] = "learner"
+    """As without a clip."""
+    budget: float = Field(0.01, gt=0)
+    """Largest mean of the squared log ratio."""
+
+
+Stabiliser = Annotated[Unclipped | Clipped | Decoupled | M2PO, Field(discriminator="type")]
+
+
 class ReverseKL(Section):
     """KL(student || teacher): the student learns what it would say itself."""
 
     type: Literal["reverse_kl"] = "reverse_kl"
-    cache: Annotated[Sampled | Poisson | Dense, Field(discriminator="type")] = Poisson()
+    cache: Annotated[
+        Sampled | MultiSample | StudentTopK | Poisson | TopKTail | Dense,
+        Field(discriminator="type"),
+    ] = Poisson()
     """What is cached of the two distributions at each token."""
+    stabiliser: Stabiliser = Unclipped()
+    """What is done against stale rollouts, beyond the importance ratio. Other than the default, for
+    comparison."""
+
+    @model_validator(mode="after")
+    def _stabilises_a_ratio(self) -> "ReverseKL":
+        if isinstance(self.cache, Dense | StudentTopK) and self.stabiliser != Unclipped():
+            raise ValueError(
+                f"the cache `{self.cache.type}` is summed under the present student, without an "
+                "importance ratio, so there is nothing to stabilise: leave out estimator.stabiliser, "
+                "or take a cache that is drawn (sampled, multi_sample, poisson, top_k_tail)"
+            )
+        return self
 
 
 class ForwardKL(Section):
     """KL(teacher || student): the student covers all that the teacher would say."""
 
     type: Literal["forward_kl"] = "forward_kl"
-    cache: Annotated[TeacherTopK | Dense, Field(discriminator="type")] = TeacherTopK()
+    cache: Annotated[TeacherTopK | TeacherMultiSample | Dense, Field(discriminator="type")] = (
+        TeacherTopK()
+    )
     """What is cached of the two distributions at each token."""
 
 
-Estimator = Annotated[ReverseKL | ForwardKL, Field(discriminator="type")]
-Cache = Sampled | Poisson | Dense | TeacherTopK
+class JensenShannon(Section):
+    """The generalised Jensen-Shannon divergence of GKD, between forward and reverse KL:
+    beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student."""
+
+    type: Literal["jsd"] = "jsd"
+    beta: float = Field(0.5, ge=0, le=1)
+    """0 is the forward KL and 1 the reverse KL, which are its limits over beta and 1 - beta."""
+    cache: Annotated[Poisson | StudentTopK | TeacherTopK | Dense, Field(discriminator="type")] = (
+        Poisson()
+    )
+    """What is cached of the two distributions at each token."""
+
+    @model_validator(mode="after")
+    def _can_be_estimated(self) -> "JensenShannon":
+        if self.beta == 0 and isinstance(self.cache, Poisson | StudentTopK):
+            raise ValueError(
+                f"beta = 0 is the forward KL, which weighs ids by the teacher: the cache "
+                f"`{self.cache.type}` holds what the student thinks likely; take teacher_top_k"
+            )
+        return self
+
+
+Estimator = Annotated[ReverseKL | ForwardKL | JensenShannon, Field(discriminator="type")]
+Cache = (
+    Sampled
+    | MultiSample
+    | StudentTopK
+    | Poisson
+    | TopKTail
+    | Dense
+    | TeacherTopK
+    | TeacherMultiSample
+)
+
+
+def chosen_by_teacher(cache: Cache) -> bool:
+    """Whether the sampler keeps nothing: the teacher chooses the ids, or takes all of them."""
+    return isinstance(cache, TeacherTopK | TeacherMultiSample | Dense)
 
 
 class OptimizerConfig(Section):

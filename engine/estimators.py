@@ -1,21 +1,16 @@
 """The losses of on-policy distillation, computed from a finite cache of teacher scores.
 
-    sampler or teacher   draw_poisson, top_k_support   which ids are cached at each token
-    cache                Support                       these ids and their scores, ragged
-    learner              loss_of(estimator)            -> per-token loss and statistics
+    loss_of(estimator)(learner log-softmax, support) -> loss and statistics of each token
 
 At a fixed prefix, p is the learner, p_old the sampler when it emitted the token, q the teacher,
-and A(a) = log q(a) - log p(a), always without gradient.
+and A(a) = log q(a) - log p(a), always without gradient. There are two ways to make a divergence
+out of a part of the vocabulary:
 
-Reverse KL, sum_a p(a) (log p(a) - log q(a)), weighs each cached id by the inverse of the
-probability pi(a) that it was cached (Horvitz and Thompson):
+**Expanded sums** (`reverse_kl`, `jensen_shannon`). Each cached id stands for 1/pi(a) others, pi(a)
+being the probability that it was cached, see engine.support. For the reverse KL,
 
     l = - sum_{a cached} w(a) A(a)        w(a) = min(p(a) / pi(a), max_ratio)
     gradient of l = - sum_{a cached} w(a) A(a) dlog p(a)
-
-    sampled: pi = p_old(y), so w is the importance ratio of the emitted token y
-    poisson: pi = min(1, (n p_old)^alpha)
-    dense:   pi = 1
 
 Without a cap both lines are unbiased, for the KL and for its gradient, however stale p_old is.
 So the loss is the KL that a person wants to see, though one token's may be negative. Two ways to
@@ -26,9 +21,13 @@ get the gradient wrong, and why w and A are constants here:
 - Differentiating min() gives capped ids no gradient, and those are the ids that moved most.
   A cap here shrinks the step on an id and never removes it.
 
-Forward KL, sum_a q(a) (log q(a) - log p(a)), takes the teacher's k likeliest ids S and one bucket
-for all others. It is the KL of a coarser pair of distributions: at least 0, at most the whole KL,
-and meaningful at k = 1. Without the bucket it could be negative.
+**Coarse divergences** (`coarse`). The k likeliest ids S and one bucket for all others are a coarser
+pair of distributions, whose divergence is at least 0, at most the whole one, and meaningful at
+k = 1. Everything is differentiated. Without the bucket it could be negative.
+
+The stabilisers of the field are selectable for the reverse KL, for comparison: AsyncOPD
+(arXiv 2606.24143) with PPO's clip (1707.06347), AReaL's decoupled one (2505.24298), M2PO
+(2510.01161).
 
 Left out: masks (callers pass only the tokens that count), the division by the number of tokens in
 the step, which a part of a step can't know, and logging.
@@ -37,208 +36,319 @@ the step, which a part of a step can't know, and logging.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from engine.config import Dense, ForwardKL, Poisson, ReverseKL, Sampled
+from engine.config import (
+    M2PO,
+    Cache,
+    Clipped,
+    Decoupled,
+    Dense,
+    Estimator,
+    ForwardKL,
+    JensenShannon,
+    MultiSample,
+    Poisson,
+    ReverseKL,
+    Stabiliser,
+    StudentTopK,
+    TeacherMultiSample,
+    TopKTail,
+    Unclipped,
+)
+from engine.support import Support, log_expansion
 
 # Engines that can't send -inf send -9999 in its place. No log-softmax comes near it.
 IMPOSSIBLE = -9999.0
 
-# Ids less likely to be cached than this share their random numbers (see draw_poisson). Far above,
-# too many numbers are drawn; far below, too many ids need one of their own. It changes no
-# probability.
-RARE = 1 / 32
+Losses = tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]
 
-
-@dataclass(frozen=True, eq=False)
-class Support:
-    """What is cached of n tokens: token i owns the entries offsets[i]:offsets[i+1] of m.
-
-    A token may own none. For `sampled` it owns one, the emitted token; for `dense` it owns the
-    vocabulary in order, and `ids` is empty. The order of a token's ids doesn't matter, but they
-    must be distinct. `offsets` may stay on the CPU, so that slicing never waits for a GPU.
-    """
-
-    offsets: Int[Tensor, " n+1"]
-    ids: Int[Tensor, " m"]
-    """Cached ids; empty for `dense`."""
-    sampler_logprobs: Float[Tensor, " m"]
-    """log p_old at the ids; empty where the teacher chose them, and for `dense`."""
-    teacher_logprobs: Float[Tensor, " m"]
-    """log q at the ids."""
-    token_ids: Int[Tensor, " n"]
-    """The emitted tokens."""
-    token_sampler_logprobs: Float[Tensor, " n"]
-    """log p_old of the emitted tokens."""
-
-    def __post_init__(self) -> None:
-        n, m = len(self.token_ids), len(self.teacher_logprobs)
-        fits = (
-            len(self.offsets) == n + 1
-            and len(self.token_sampler_logprobs) == n
-            and len(self.ids) in (0, m)
-            and len(self.sampler_logprobs) in (0, m)
-        )
-        if not fits:
-            sizes = {name: len(value) for name, value in vars(self).items()}
-            raise ValueError(f"columns of a support disagree about their lengths: {sizes}")
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def __getitem__(self, tokens: slice) -> "Support":
-        """The tokens start:stop with their entries."""
-        start, stop, step = tokens.indices(len(self))
-        if step != 1:
-            raise ValueError(f"a support is cut into contiguous parts; got a step of {step}")
-        stop = max(start, stop)
-        offsets = self.offsets[start : stop + 1]
-        first, last = int(offsets[0]), int(offsets[-1])
-        return Support(
-            offsets=offsets - first,
-            ids=self.ids[first:last],  # an empty column stays empty
-            sampler_logprobs=self.sampler_logprobs[first:last],
-            teacher_logprobs=self.teacher_logprobs[first:last],
-            token_ids=self.token_ids[start:stop],
-            token_sampler_logprobs=self.token_sampler_logprobs[start:stop],
-        )
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether each token owns the vocabulary."""
-        return len(self.ids) == 0 and len(self.teacher_logprobs) > 0
-
-    @cached_property
-    def rows(self) -> Int[Tensor, " m"]:
-        """The token that owns each entry."""
-        counts = self.offsets.diff()
-        rows = torch.repeat_interleave(counts, output_size=len(self.teacher_logprobs))
-        return rows.to(self.teacher_logprobs.device)
-
-    def gather(self, logprobs: Float[Tensor, "n V"]) -> Float[Tensor, " m"]:
-        """One value of each entry, from one of each token and id."""
-        return logprobs.reshape(-1) if self.is_dense else logprobs[self.rows, self.ids]
-
-    def sum(self, entries: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
-        """Sums over the entries of each token; 0 for a token without any."""
-        if self.is_dense:
-            return entries.reshape(len(self), -1).sum(1)
-        return entries.new_zeros(len(self)).index_add(0, self.rows, entries)
-
-
-Loss = Callable[
-    [Float[Tensor, "n V"], Support], tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]
-]
+Loss = Callable[[Float[Tensor, "n V"], Support], Losses]
 """(learner log-softmax over the vocabulary, support) -> (loss, statistics) of each token.
 
 Statistics, without gradient:
-kl          estimate of the divergence, the value of the loss
+kl          estimate of the divergence
 entropy     of the learner, in nats
 ratio       p / p_old of the emitted token: 1 when fresh
 kept        cached ids that entered the loss
 impossible  cached ids left out because learner, sampler or teacher gives them probability 0
 covered     learner's probability of the kept ids: how much of p the cache sees
+clipped     kept ids whose weight was capped, or whose gradient a stabiliser took away
 """
 
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""(log p, log q) of ids or buckets -> their terms of a sum."""
 
-def loss_of(estimator: ReverseKL | ForwardKL) -> Loss:
-    """The loss that a configuration names."""
-    if isinstance(estimator, ForwardKL):
-        return forward_kl
-    match estimator.cache:
-        case Dense():
-            return reverse_kl
-        case Sampled():
-            return partial(reverse_kl, log_inclusion=_drawn_once)
-        case Poisson(n=n, alpha=alpha, max_ratio=max_ratio):
-            log_inclusion = partial(inclusion_log_probability, n=n, alpha=alpha)
-            return partial(reverse_kl, log_inclusion=log_inclusion, max_ratio=max_ratio)
+
+def loss_of(estimator: Estimator, bound: float = math.inf) -> Loss:
+    """The loss that a configuration names. `bound` is M2PO's of this update, see `m2po_bound`."""
+    cache = estimator.cache
+    match estimator:
+        case ReverseKL(cache=StudentTopK()):
+            return partial(coarse, cache=cache, divergence=reverse_terms)
+        case ReverseKL(stabiliser=stabiliser):
+            return partial(reverse_kl, cache=cache, stabiliser=stabiliser, bound=bound)
+        case ForwardKL(cache=TeacherMultiSample(n=n)):
+            return partial(forward_draws, n=n)
+        case ForwardKL() | JensenShannon(beta=0):
+            return partial(coarse, cache=cache, divergence=forward_terms)
+        case JensenShannon(beta=beta, cache=Poisson() | Dense()):
+            return partial(jensen_shannon, cache=cache, beta=beta)
+        case JensenShannon(beta=beta):
+            return partial(coarse, cache=cache, divergence=partial(jsd_terms, beta=beta))
+
+
+# Expanded sums
 
 
 def reverse_kl(
     learner_logprobs: Float[Tensor, "n V"],
     support: Support,
-    log_inclusion: Callable[[Tensor], Tensor] | None = None,
-    max_ratio: float | None = None,
-) -> tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]:
+    cache: Cache,
+    stabiliser: Stabiliser = Unclipped(),
+    bound: float = math.inf,
+) -> Losses:
     """KL(learner || teacher) from ids that were cached with known probabilities.
 
-    `log_inclusion` maps log p_old to log pi; None says that the whole vocabulary is cached.
-    `max_ratio` caps p / pi, in value and gradient alike.
-    """
-    _refuse_unknown_inclusion(support, dense=log_inclusion is None)
-    log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
-    log_p_old = support.sampler_logprobs if log_inclusion else log_q
-    possible = _possible(log_p, log_q, log_p_old)
-    log_p, log_q, log_p_old = (torch.where(possible, x, 0.0) for x in (log_p, log_q, log_p_old))
-
-    log_pi = log_inclusion(log_p_old) if log_inclusion else torch.zeros_like(log_p_old)
-    log_weight = log_p.detach() - log_pi
-    if max_ratio is not None:
-        log_weight = log_weight.clamp(max=math.log(max_ratio))
-    signal = log_q - log_p.detach()
-    one = (log_p - log_p.detach()).exp()  # 1, with the gradient of log p
-    loss = -support.sum(log_weight.exp() * signal * one)
-    return loss, _statistics(learner_logprobs, support, loss, log_p, possible)
+    A stabiliser changes the loss and its gradient; the statistic `kl` stays the divergence."""
+    _refuse_other_caches(support, cache)
+    log_p, log_q, log_p_old, possible = _entries(learner_logprobs, support, cache)
+    log_weight = log_p.detach() + log_expansion(cache, support, log_p_old)
+    log_weight, clipped = _capped(log_weight, cache)
+    kl = log_weight.exp() * (log_p.detach() - log_q)
+    value = slope = kl
+    if stabiliser != Unclipped():
+        terms = _Terms(log_weight, log_p.detach(), log_p_old, log_q, support.proximal_logprobs)
+        value, slope, clipped = terms.stabilised(stabiliser, bound)
+    loss = _sum(support, value, slope, log_p)
+    return loss, _statistics(learner_logprobs, support, support.sum(kl), log_p, possible, clipped)
 
 
-def forward_kl(
-    learner_logprobs: Float[Tensor, "n V"], support: Support
-) -> tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]:
-    """KL(teacher || learner) over the cached ids and one bucket for all others.
+def jensen_shannon(
+    learner_logprobs: Float[Tensor, "n V"], support: Support, cache: Cache, beta: float
+) -> Losses:
+    """Generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649) for 0 < beta <= 1.
 
-    Exact when the whole vocabulary is cached; then the bucket is empty.
-    """
+    With m = beta q + (1 - beta) p its derivative by p(a) is (1 - beta) log(p(a) / m(a)): the mixture
+    bounds the signal where the student has no mass, so that the student's draws can carry it."""
+    _refuse_other_caches(support, cache)
+    if beta == 1:
+        return reverse_kl(learner_logprobs, support, cache)
+    log_p, log_q, log_p_old, possible = _entries(learner_logprobs, support, cache)
+    expansion = log_expansion(cache, support, log_p_old)
+    log_weight, clipped = _capped(log_p.detach() + expansion, cache)
+    log_m = _mixture(log_p.detach(), log_q, beta)
+    slope = (1 - beta) * log_weight.exp() * (log_p.detach() - log_m)
+    value = slope + beta * (log_q + expansion).exp() * (log_q - log_m)
+    loss = _sum(support, value, slope, log_p)
+    return loss, _statistics(learner_logprobs, support, loss, log_p, possible, clipped)
+
+
+def forward_draws(learner_logprobs: Float[Tensor, "n V"], support: Support, n: int) -> Losses:
+    """KL(teacher || learner) from n draws of the teacher: unbiased, and no ratio to go stale."""
     log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
     possible = _possible(log_p, log_q)
     log_p, log_q = (torch.where(possible, x, 0.0) for x in (log_p, log_q))
-    loss = support.sum(log_q.exp() * (log_q - log_p))
-    if not support.is_dense:
-        teacher_rest = 1 - support.sum(torch.where(possible, log_q.exp(), 0.0))
-        loss = loss + _rest(learner_logprobs, support, possible, teacher_rest.clamp(min=0))
+    loss = support.sum(support.draws.to(log_p.dtype) / n * (log_q - log_p))
     return loss, _statistics(learner_logprobs, support, loss, log_p, possible)
 
 
-def _rest(
+def _entries(
+    learner_logprobs: Float[Tensor, "n V"], support: Support, cache: Cache
+) -> tuple[Tensor, Tensor, Tensor, Bool[Tensor, " m"]]:
+    """log p, log q and log p_old of each entry, 0 where one of them is impossible, and where not."""
+    log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
+    log_p_old = log_q if isinstance(cache, Dense) else support.sampler_logprobs
+    possible = _possible(log_p, log_q, log_p_old)
+    log_p, log_q, log_p_old = (torch.where(possible, x, 0.0) for x in (log_p, log_q, log_p_old))
+    return log_p, log_q, log_p_old, possible
+
+
+def _capped(log_weight: Tensor, cache: Cache) -> tuple[Tensor, Bool[Tensor, " m"]]:
+    cap = cache.max_ratio if isinstance(cache, Poisson) else None
+    log_cap = math.log(cap) if cap else math.inf
+    return log_weight.clamp(max=log_cap), log_weight > log_cap
+
+
+def _sum(support: Support, value: Tensor, slope: Tensor, log_p: Tensor) -> Float[Tensor, " n"]:
+    """Sum of the entries' values, whose gradient is that of sum slope(a) log p(a)."""
+    return support.sum(value + slope * (log_p - log_p.detach()))
+
+
+# Stabilisers
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What the stabilisers work on, for m entries. None has a gradient."""
+
+    log_weight: Tensor
+    log_p: Tensor
+    log_p_old: Tensor
+    log_q: Tensor
+    log_proximal: Tensor
+
+    def signal(self, stabiliser: Stabiliser) -> Tensor:
+        behind = self.log_p if stabiliser.signal == "learner" else self.log_p_old
+        return self.log_q - behind
+
+    def stabilised(
+        self, stabiliser: Stabiliser, bound: float
+    ) -> tuple[Tensor, Tensor, Bool[Tensor, " m"]]:
+        """Value, slope, and which entries have lost their gradient."""
+        log_ratio = self.log_p - self.log_p_old
+        signal = self.signal(stabiliser)
+        match stabiliser:
+            case Unclipped(ratio=ratio):
+                log_weight = self.log_weight if ratio else self.log_weight - log_ratio
+                value = -log_weight.exp() * signal
+                return value, value, torch.zeros_like(value, dtype=torch.bool)
+            case Clipped(eps=eps):
+                return _clip(self.log_weight, log_ratio, signal, 1 - eps, 1 + eps)
+            case M2PO():
+                return _clip(self.log_weight, log_ratio, signal, math.exp(-bound), math.exp(bound))
+            case Decoupled(eps=eps, cap=cap):
+                left_out = self.log_proximal - self.log_p_old > math.log(cap)
+                value, slope, clipped = _clip(
+                    self.log_weight, self.log_p - self.log_proximal, signal, 1 - eps, 1 + eps
+                )
+                value, slope = (torch.where(left_out, 0.0, x) for x in (value, slope))
+                return value, slope, clipped | left_out
+
+
+def _clip(
+    log_weight: Tensor, log_ratio: Tensor, signal: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor, Bool[Tensor, " m"]]:
+    """-min(r A, clip(r, low, high) A), times what the weight holds beside the ratio r."""
+    ratio = log_ratio.exp()
+    clipped = torch.where(signal > 0, ratio > high, (ratio < low) & (signal < 0))
+    unclipped = -log_weight.exp() * signal
+    held = -(log_weight - log_ratio).exp() * ratio.clamp(low, high) * signal
+    return torch.maximum(unclipped, held), torch.where(clipped, 0.0, unclipped), clipped
+
+
+def m2po_bound(
+    log_ratios: Float[Tensor, " m"], signals: Float[Tensor, " m"], budget: float
+) -> float:
+    """The widest bound on |log p/p_old| under which the mean square of the log ratios of a whole
+    update's ids, of those that move in the direction that their signal rewards, is within budget.
+    Infinite where nothing needs a clip. Finite inputs only."""
+    harmful = log_ratios[log_ratios * signals > 0].abs().double().sort().values
+    if len(harmful) == 0:
+        return math.inf
+    counts = torch.arange(1, len(harmful) + 1, device=harmful.device)
+    within = int((harmful.square().cumsum(0) / counts <= budget).sum())
+    if within == len(harmful):
+        return math.inf
+    return harmful[within - 1].item() if within else 0.0
+
+
+def proximal_logprobs(learner_logprobs: Float[Tensor, "n V"], support: Support) -> Losses:
+    """In the form of a loss, so that it runs through the chunked head: log p of each entry, as the
+    statistic `log_p` [m]."""
+    log_p = support.gather(learner_logprobs.detach())
+    return log_p.new_zeros(len(support)), {"log_p": log_p}
+
+
+# Coarse divergences
+
+
+def coarse(
+    learner_logprobs: Float[Tensor, "n V"],
+    support: Support,
+    cache: Cache,
+    divergence: Divergence,
+) -> Losses:
+    """A divergence over the cached ids and one bucket for all others, or renormalised over the
+    cached ids. Exact when the whole vocabulary is cached; then the bucket is empty."""
+    log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
+    possible = _possible(log_p, log_q)
+    log_p, log_q = (torch.where(possible, x, 0.0) for x in (log_p, log_q))
+    if isinstance(cache, StudentTopK) and cache.rest == "renormalise":
+        terms = divergence(*(x - _log_total(x, support, possible) for x in (log_p, log_q)))
+        loss = support.sum(torch.where(possible, terms, 0.0))
+    else:
+        loss = support.sum(torch.where(possible, divergence(log_p, log_q), 0.0))
+        if not support.is_dense:
+            loss = loss + _bucket(learner_logprobs, support, possible, log_q, divergence)
+    return loss, _statistics(learner_logprobs, support, loss, log_p, possible)
+
+
+def forward_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Of KL(q || p)."""
+    return log_q.exp() * (log_q - log_p)
+
+
+def reverse_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Of KL(p || q)."""
+    return log_p.exp() * (log_p - log_q)
+
+
+def jsd_terms(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Of beta KL(q || m) + (1 - beta) KL(p || m), for 0 < beta <= 1; of KL(p || q) at 1."""
+    if beta == 1:
+        return reverse_terms(log_p, log_q)
+    log_m = _mixture(log_p, log_q, beta)
+    return beta * forward_terms(log_m, log_q) + (1 - beta) * reverse_terms(log_p, log_m)
+
+
+def _mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+
+
+def _log_total(
+    logprobs: Float[Tensor, " m"], support: Support, possible: Bool[Tensor, " m"]
+) -> Float[Tensor, " m"]:
+    """log of the sum over the token's possible ids, at each of its entries."""
+    total = support.sum(torch.where(possible, logprobs.exp(), 0.0))
+    return total.clamp(min=torch.finfo(total.dtype).tiny).log()[support.rows]
+
+
+def _bucket(
     learner_logprobs: Float[Tensor, "n V"],
     support: Support,
     possible: Bool[Tensor, " m"],
-    teacher_rest: Float[Tensor, " n"],
+    log_q: Float[Tensor, " m"],
+    divergence: Divergence,
 ) -> Float[Tensor, " n"]:
-    """(1-Q) (log(1-Q) - log(1-P)): the bucket of the ids outside the support.
+    """The term of the ids outside the support.
 
     1-P is summed over these ids: as a difference it is 0 for a student sure of the cached ids, who
-    then would never learn of the others.
-    """
+    then would never learn of the others. Of 1-Q only the difference is known; below the type's
+    rounding error nothing is."""
+    teacher_rest = 1 - support.sum(torch.where(possible, log_q.exp(), 0.0))
+    log_q_rest = teacher_rest.clamp(min=torch.finfo(log_q.dtype).eps).log()
     inside = torch.zeros_like(learner_logprobs, dtype=torch.bool)
     inside[support.rows, support.ids] = possible
     empty = (inside | (learner_logprobs.detach() <= IMPOSSIBLE)).all(1)
     # A row without a bucket stays whole, so that its log-sum-exp has a finite gradient.
     outside = learner_logprobs.masked_fill(inside & ~empty[:, None], -torch.inf)
-    terms = torch.xlogy(teacher_rest, teacher_rest) - teacher_rest * outside.logsumexp(1)
-    return torch.where(empty, 0.0, terms)
+    return torch.where(empty, 0.0, divergence(outside.logsumexp(1), log_q_rest))
 
 
 def _statistics(
     learner_logprobs: Float[Tensor, "n V"],
     support: Support,
-    loss: Float[Tensor, " n"],
+    kl: Float[Tensor, " n"],
     log_p: Float[Tensor, " m"],
     possible: Bool[Tensor, " m"],
+    clipped: Bool[Tensor, " m"] | None = None,
 ) -> dict[str, Float[Tensor, " n"]]:
     learner_logprobs, log_p = learner_logprobs.detach(), log_p.detach()
     emitted = learner_logprobs.gather(1, support.token_ids[:, None]).squeeze(1)
+    clipped = torch.zeros_like(possible) if clipped is None else clipped & possible
     return {
-        "kl": loss.detach(),
+        "kl": kl.detach(),
         "entropy": torch.special.entr(learner_logprobs.exp()).sum(1),
         "ratio": (emitted - support.token_sampler_logprobs).exp(),
         "kept": support.sum(possible.to(log_p.dtype)),
         "impossible": support.sum((~possible).to(log_p.dtype)),
         "covered": support.sum(torch.where(possible, log_p.exp(), 0.0)),
+        "clipped": support.sum(clipped.to(log_p.dtype)),
     }
 
 
@@ -253,87 +363,23 @@ def _possible(*logprobs: Tensor) -> Bool[Tensor, " m"]:
     return ~impossible
 
 
-def _refuse_unknown_inclusion(support: Support, dense: bool) -> None:
+def _refuse_other_caches(support: Support, cache: Cache) -> None:
+    """A sum that is expanded by the wrong probabilities would be wrong without a sign of it."""
     if len(support.teacher_logprobs) == 0:
         return
-    if dense and not support.is_dense:
-        raise ValueError(
-            "reverse_kl over a part of the vocabulary needs to know how the ids were chosen: "
-            "set estimator.cache to the type that this cache was filled with"
-        )
-    if not dense and len(support.sampler_logprobs) == 0:
+    if isinstance(cache, Dense):
+        if not support.is_dense:
+            raise ValueError(
+                "a sum over the whole vocabulary got a part of it, and how its ids were chosen is "
+                "not known: set estimator.cache to the type that this cache was filled with"
+            )
+    elif len(support.sampler_logprobs) == 0:
         raise ValueError(
             "this cache has no sampler log-probabilities, so the teacher chose its ids: "
             "set estimator.type to forward_kl, or fill the cache again with sampled or poisson"
         )
-
-
-# Which ids are cached
-
-
-def _drawn_once(sampler_logprobs: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-    """log pi of `sampled`: one draw finds an id with the sampler's own probability."""
-    return sampler_logprobs
-
-
-def inclusion_log_probability(
-    sampler_logprobs: Float[Tensor, "*shape"], n: int, alpha: float
-) -> Float[Tensor, "*shape"]:
-    """log pi of `poisson`: log min(1, (n p_old)^alpha)."""
-    return (alpha * (sampler_logprobs + math.log(n))).clamp(max=0)
-
-
-def draw_poisson(
-    sampler_logprobs: Float[Tensor, "rows V"],
-    n: int,
-    alpha: float,
-    generator: torch.Generator | None = None,
-) -> tuple[Int[Tensor, " rows"], Int[Tensor, " m"], Float[Tensor, " m"]]:
-    """Keeps every id of every row independently, with its inclusion probability.
-
-    Returns how many ids each row kept, and these ids and their log p_old, row by row.
-
-    A random number for each id of a large vocabulary costs several log-softmaxes, and nearly all
-    say no. So ids with pi <= RARE are first thinned to a fraction RARE, by drawing the gaps
-    between survivors, and survivors are kept with probability pi / RARE. The product is pi.
-    """
-    rows, vocabulary = sampler_logprobs.shape
-    logprobs = sampler_logprobs.reshape(-1)
-    bound = math.log(RARE) / alpha - math.log(n)  # here pi = RARE
-    likely = (logprobs > bound).nonzero().squeeze(1)
-    rare = _thin(len(logprobs), RARE, logprobs.device, generator)
-    rare = rare[logprobs[rare] <= bound]
-
-    entries = torch.cat([likely, rare])
-    # In float64, whose random numbers don't round a small probability up.
-    pi = inclusion_log_probability(logprobs[entries].double(), n, alpha).exp()
-    pi[len(likely) :] /= RARE
-    uniforms = torch.rand(pi.shape, dtype=pi.dtype, device=pi.device, generator=generator)
-    entries = entries[uniforms < pi].sort().values
-    counts = torch.bincount(entries // max(vocabulary, 1), minlength=rows)
-    return counts, entries % max(vocabulary, 1), logprobs[entries]
-
-
-def _thin(
-    size: int, probability: float, device: torch.device, generator: torch.Generator | None
-) -> Int[Tensor, " survivors"]:
-    """Those of range(size) that survive, each independently with the given probability."""
-    survivors = torch.zeros(1, dtype=torch.int64, device=device)
-    mean = size * probability
-    draws = int(mean + math.sqrt(mean)) + 1  # mostly enough
-    while survivors[-1] < size:
-        gaps = torch.empty(draws, dtype=torch.int64, device=device)
-        gaps.geometric_(probability, generator=generator)
-        survivors = torch.cat([survivors, survivors[-1] + gaps.cumsum(0)])
-    survivors = survivors[1:] - 1
-    return survivors[survivors < size]
-
-
-def top_k_support(
-    teacher_logprobs: Float[Tensor, "rows V"], k: int
-) -> tuple[Int[Tensor, " rows"], Int[Tensor, " m"], Float[Tensor, " m"]]:
-    """The k likeliest ids of every row, in the form of `draw_poisson`; all, if there are fewer."""
-    rows, vocabulary = teacher_logprobs.shape
-    logprobs, ids = teacher_logprobs.topk(min(k, vocabulary))
-    counts = torch.full((rows,), ids.shape[1], device=ids.device)
-    return counts, ids.reshape(-1), logprobs.reshape(-1)
+    elif isinstance(cache, MultiSample | TopKTail) and len(support.draws) == 0:
+        raise ValueError(
+            f"this cache doesn't say how often its ids were drawn, so it isn't {cache.type}'s: "
+            "set estimator.cache to the type that it was filled with"
+        )

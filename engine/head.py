@@ -21,7 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.estimators import Loss, Support
+from engine.estimators import Loss
+from engine.support import Support
 
 # 128 MiB in float32. A chunk holds about six such tensors at its peak: logits, their log-softmax,
 # the statistics' exponentials, gradients. Smaller chunks add up the head's gradient more often.

@@ -5,9 +5,10 @@ weights once. The reduction is a mean over the counted tokens of a whole update,
 padding, nor the split into micro-batches, nor the response lengths change the gradient.
 """
 
+import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.batch import Sequences, StepBatch, merge
-from engine.config import Dense, Estimator, ReverseKL, RunConfig
-from engine.estimators import loss_of
+from engine.batch import MicroBatch, Sequences, StepBatch, merge
+from engine.config import M2PO, Decoupled, Dense, Estimator, ReverseKL, RunConfig, Stabiliser
+from engine.estimators import Loss, loss_of, m2po_bound, proximal_logprobs
 from engine.head import chunked_loss
+from engine.metrics import by_age
 from engine.models import Language
 from engine.optimizer import Optimizer
 from engine.schema import SCORED, RolloutMeta, describe
 from engine.weights import Weights, publish
+
+EXACT = ReverseKL(cache=Dense())
 
 
 @dataclass(frozen=True)
@@ -38,26 +42,39 @@ class StepReport:
     busy_seconds: float
 
 
-@dataclass
-class Sums:
-    """Running sums of a step's statistics: a mean is a ratio of sums, whatever the split."""
+class Tally:
+    """The statistics of a step's tokens, each token once."""
 
-    tokens: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._parts: dict[str, list[np.ndarray]] = {}
 
     def add(self, statistics: dict[str, Tensor]) -> None:
-        self.tokens += len(statistics["ratio"])
-        squared = {"ratio_squared": statistics["ratio"] ** 2}
-        for name, values in (statistics | squared).items():
-            self.sums[name] = self.sums.get(name, 0.0) + values.double().sum().item()
+        for name, values in statistics.items():
+            self._parts.setdefault(name, []).append(values.double().cpu().numpy())
 
-    def merge(self, other: "Sums") -> None:
-        self.tokens += other.tokens
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+    def column(self, name: str) -> np.ndarray:
+        """One value for each token."""
+        return np.concatenate(self._parts.get(name, [np.zeros(0)]))
 
     def mean(self, name: str) -> float:
-        return self.sums.get(name, 0.0) / max(1, self.tokens)
+        column = self.column(name)
+        return float(column.mean()) if len(column) else 0.0
+
+    def policy(self, tokens: np.ndarray) -> dict[str, float]:
+        """How far these tokens (indices or a mask) have been left behind by the learner."""
+        ratio = self.column("ratio")[tokens]
+        if len(ratio) == 0:
+            return {}
+        low, high = np.quantile(ratio, [0.05, 0.95])
+        clipped, kept = (self.column(name)[tokens].sum() for name in ("clipped", "kept"))
+        squares = len(ratio) * np.square(ratio).sum()
+        return {
+            "policy/effective_sample": float(ratio.sum() ** 2 / max(squares, 1e-30)),
+            "policy/ratio_q05": float(low),
+            "policy/ratio_q95": float(high),
+            "policy/clipped_share": float(clipped / max(kept, 1.0)),
+            "cache/tail_mass": float(1 - self.column("covered")[tokens].mean()),
+        }
 
 
 class LearnerWorker:
@@ -67,7 +84,6 @@ class LearnerWorker:
         self._student = student
         self._dtype = dtype  # of activations and published weights
         self._config = config
-        self._loss = loss_of(config.estimator)
         self._optimizer = Optimizer(student.model, config.optimizer, config.training.steps)
         self.version = 0
         student.model.eval()  # dropout would make the learner another model than the sampler's
@@ -79,18 +95,20 @@ class LearnerWorker:
         start = time.perf_counter()
         batch = self._load(merge(batches, rows))
         lr = self._optimizer.schedule(self.version)
+        if isinstance(self._stabiliser, Decoupled):
+            batch.set_proximal(self._proximal(batch))
         norms: list[float] = []
-        before = Sums()
+        tally = Tally()
         deviation = 0.0
         for update, mini in enumerate(self._mini_batches(batch)):
-            sums, norm, worst = self._update(batch, mini)
-            if update < self._config.training.mini_batches:  # the first pass sees each token once
-                before.merge(sums)
+            # The first pass sees each token once.
+            first_pass = update < self._config.training.mini_batches
+            norm, worst = self._update(batch, mini, tally if first_pass else Tally())
             if update == 0:
                 deviation = worst
             norms.append(norm)
         self.version += 1
-        metrics = self._metrics(batch, before, norms) | {
+        metrics = self._metrics(batch, tally, norms) | {
             "train/lr": lr,
             "policy/ratio_deviation": deviation,
         }
@@ -114,18 +132,10 @@ class LearnerWorker:
     def divergence(self, batches: list[pa.RecordBatch], rows: list[list[int]]) -> tuple[float, int]:
         """Exact KL(student || teacher) of densely scored rows, summed over tokens, and their
         number."""
-        batch = self._load(merge(batches, rows), ReverseKL(cache=Dense()), bounded=False)
+        batch = self._load(merge(batches, rows), EXACT, bounded=False)
         total, tokens = 0.0, 0
-        for part in batch.split(batch.rows, self._config.training.micro_tokens):
-            micro = batch.micro(part, self._student.device)
-            loss, _ = chunked_loss(
-                self._hidden(micro.sequences),
-                self._student.head,
-                loss_of(ReverseKL(cache=Dense())),
-                micro.support,
-                vocabulary=self._student.vocabulary,
-                temperature=self._config.rollout.temperature,
-            )
+        for micro in self._micro_batches(batch, batch.rows):
+            loss, _ = self._loss(micro, loss_of(EXACT))
             total += loss.item()
             tokens += len(micro.support)
         return total, tokens
@@ -176,24 +186,17 @@ class LearnerWorker:
                 rng.permutation(batch.rows), self._config.training.mini_batches
             )
 
-    def _update(self, batch: StepBatch, rows: np.ndarray) -> tuple[Sums, float, float]:
-        """One optimizer update. Returns statistics before it, the gradient's norm, and the largest
-        deviation of a fresh token's ratio from 1."""
+    def _update(self, batch: StepBatch, rows: np.ndarray, tally: Tally) -> tuple[float, float]:
+        """One optimizer update; adds the tokens' statistics before it. Returns the gradient's norm,
+        and the largest deviation of a fresh token's ratio from 1."""
         tokens = batch.counted_tokens(rows)
-        sums, worst = Sums(), 0.0
+        worst = 0.0
+        loss = loss_of(self._config.estimator, self._bound(batch, rows))
         self._student.model.zero_grad(set_to_none=True)
-        for part in batch.split(rows, self._config.training.micro_tokens):
-            micro = batch.micro(part, self._student.device)
-            loss, statistics = chunked_loss(
-                self._hidden(micro.sequences),
-                self._student.head,
-                self._loss,
-                micro.support,
-                vocabulary=self._student.vocabulary,
-                temperature=self._config.rollout.temperature,
-            )
-            (loss / max(1, tokens)).backward()
-            sums.add(statistics)
+        for micro in self._micro_batches(batch, rows):
+            total, statistics = self._loss(micro, loss)
+            (total / max(1, tokens)).backward()
+            tally.add(statistics | {"age": micro.ages})
             fresh = (statistics["ratio"].cpu()[micro.fresh] - 1).abs()
             worst = max(worst, fresh.max().item() if len(fresh) else 0.0)
         parameters = list(self._student.model.parameters())
@@ -202,7 +205,51 @@ class LearnerWorker:
         # on which momentum and weight decay would go on by themselves.
         if np.isfinite(norm) and tokens:
             self._optimizer.step()
-        return sums, norm, worst
+        return norm, worst
+
+    def _micro_batches(self, batch: StepBatch, rows: np.ndarray) -> Iterator[MicroBatch]:
+        for part in batch.split(rows, self._config.training.micro_tokens):
+            yield batch.micro(part, self._student.device)
+
+    def _loss(self, micro: MicroBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the tokens' losses, and their statistics."""
+        return chunked_loss(
+            self._hidden(micro.sequences),
+            self._student.head,
+            loss,
+            micro.support,
+            vocabulary=self._student.vocabulary,
+            temperature=self._config.rollout.temperature,
+        )
+
+    @property
+    def _stabiliser(self) -> Stabiliser | None:
+        estimator = self._config.estimator
+        return estimator.stabiliser if isinstance(estimator, ReverseKL) else None
+
+    @torch.no_grad()
+    def _proximal(self, batch: StepBatch) -> np.ndarray:
+        """log p of every entry that counts, before the step's first update."""
+        logprobs = np.zeros(batch.entries, np.float32)
+        for micro in self._micro_batches(batch, batch.rows):
+            _, statistics = self._loss(micro, proximal_logprobs)
+            logprobs[micro.entries] = statistics["log_p"].float().cpu().numpy()
+        return logprobs
+
+    @torch.no_grad()
+    def _bound(self, batch: StepBatch, rows: np.ndarray) -> float:
+        """M2PO's bound for an update: solved over all its micro-batches, so that the split into
+        them changes nothing."""
+        stabiliser = self._stabiliser
+        if not isinstance(stabiliser, M2PO):
+            return math.inf
+        ratios, signals = [], []
+        for micro in self._micro_batches(batch, rows):
+            log_p = self._loss(micro, proximal_logprobs)[1]["log_p"]
+            log_p_old, log_q = micro.support.sampler_logprobs, micro.support.teacher_logprobs
+            ratios.append(log_p - log_p_old)
+            signals.append(log_q - (log_p if stabiliser.signal == "learner" else log_p_old))
+        return m2po_bound(torch.cat(ratios), torch.cat(signals), stabiliser.budget)
 
     def _hidden(self, sequences: Sequences) -> Tensor:
         """Hidden states in the run's type of activations; master weights stay float32."""
@@ -210,21 +257,22 @@ class LearnerWorker:
         with torch.autocast(self._student.device.type, self._dtype, enabled=reduced):
             return self._student.hidden(sequences)
 
-    def _metrics(self, batch: StepBatch, before: Sums, norms: list[float]) -> dict[str, float]:
+    def _metrics(self, batch: StepBatch, tally: Tally, norms: list[float]) -> dict[str, float]:
         finite = [norm for norm in norms if np.isfinite(norm)]
-        ages = batch.ages[batch.counted]
-        squares = before.sums.get("ratio_squared", 0.0) * max(1, before.tokens)
-        return {
-            "train/loss": before.mean("kl"),
-            "train/entropy": before.mean("entropy"),
+        ages = tally.column("age")
+        metrics = {
+            "train/loss": tally.mean("kl"),
+            "train/entropy": tally.mean("entropy"),
             "train/grad_norm": float(np.mean(finite)) if finite else float("inf"),
             "train/skipped_updates": len(norms) - len(finite),
             "train/tokens": len(ages),
-            "policy/ratio_mean": before.mean("ratio"),
-            "policy/effective_sample": before.sums.get("ratio", 0.0) ** 2 / max(squares, 1e-30),
-            "cache/kept_ids": before.mean("kept"),
-            "cache/covered_mass": before.mean("covered"),
+            "policy/ratio_mean": tally.mean("ratio"),
+            "cache/kept_ids": tally.mean("kept"),
             "staleness/mean_age": float(ages.mean()) if len(ages) else 0.0,
             "staleness/max_age": float(ages.max()) if len(ages) else 0.0,
             "staleness/masked_tokens": int((~batch.counted).sum()),
         }
+        metrics |= tally.policy(np.ones(len(ages), bool))
+        for age in np.unique(ages).astype(int).tolist():
+            metrics |= {by_age(n, age): v for n, v in tally.policy(ages == age).items()}
+        return metrics

@@ -13,6 +13,8 @@ class Metric:
     unit: str
     meaning: str
     advice: str
+    by_age: bool = False
+    """Also emitted for the tokens of each age, as `name/age_3`."""
 
 
 CATALOGUE: dict[str, Metric] = {
@@ -62,12 +64,31 @@ CATALOGUE: dict[str, Metric] = {
         "fraction",
         "(sum r)^2 / (n sum r^2) of the ratios r of the emitted tokens",
         "below 0.5: rollouts are too old for importance weights; lower staleness.max",
+        by_age=True,
+    ),
+    "policy/ratio_q05": Metric(
+        "1", "5th percentile of p/p_old of the emitted tokens", "falls with age", by_age=True
+    ),
+    "policy/ratio_q95": Metric(
+        "1",
+        "95th percentile of p/p_old of the emitted tokens",
+        "far above 1 at some age: lower staleness.max to below it",
+        by_age=True,
+    ),
+    "policy/clipped_share": Metric(
+        "fraction",
+        "cached ids whose weight was capped, or whose gradient a stabiliser took away",
+        "high: much of what the teacher says is not heard; lower staleness.max, or raise the cap",
+        by_age=True,
     ),
     "cache/kept_ids": Metric(
         "ids/token", "cached ids per token", "the bytes per token are 12 times this"
     ),
-    "cache/covered_mass": Metric(
-        "fraction", "probability of the student on the cached ids", "low: raise the cache's n or k"
+    "cache/tail_mass": Metric(
+        "fraction",
+        "probability of the student outside the cached ids",
+        "high with top-k caches: raise k, for they never see it",
+        by_age=True,
     ),
     "staleness/mean_age": Metric(
         "steps", "mean age of the trained tokens", "high with idle workers: lower staleness.max"
@@ -126,9 +147,21 @@ class UnknownMetricError(KeyError):
     """A metric was emitted that the catalogue doesn't hold."""
 
 
+def by_age(name: str, age: int) -> str:
+    """The name under which a metric is emitted for the tokens of one age."""
+    return f"{name}/age_{age}"
+
+
 def checked(values: dict[str, float]) -> dict[str, float]:
     """The values, if the catalogue knows all their names."""
-    unknown = sorted(set(values) - set(CATALOGUE))
-    if unknown:
+    known = {name for name in values if _known(name)}
+    if unknown := sorted(set(values) - known):
         raise UnknownMetricError(f"not in engine.metrics.CATALOGUE: {', '.join(unknown)}")
     return values
+
+
+def _known(name: str) -> bool:
+    base, separator, age = name.rpartition("/age_")
+    if separator and age.isdecimal():
+        return base in CATALOGUE and CATALOGUE[base].by_age
+    return name in CATALOGUE

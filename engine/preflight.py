@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.config import ConfigError, RunConfig, TeacherTopK
+from engine.config import ConfigError, RunConfig, StudentTopK, TeacherTopK, TopKTail
 from engine.models import load_config, load_tokenizer, resolve, stop_ids
 from engine.prompts import Prompt, read_prompts
 
@@ -75,7 +75,7 @@ def check(config: RunConfig) -> Inputs:
     for name, folder in (("student", student), ("teacher", teacher)):
         _fits(name, folder, tokenizer, config, inputs)
     cache = config.estimator.cache
-    if isinstance(cache, TeacherTopK) and cache.k > len(tokenizer):
+    if isinstance(cache, TeacherTopK | StudentTopK | TopKTail) and cache.k > len(tokenizer):
         raise ConfigError(
             f"estimator.cache.k = {cache.k} is larger than the vocabulary of {len(tokenizer)} ids; "
             'lower it, or take cache = {type = "dense"}'

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.backends import Decoded, Request, Sampler
-from engine.config import Cache, Poisson, Sampled
-from engine.estimators import draw_poisson
+from engine.config import Cache, chosen_by_teacher
 from engine.schema import (
     PROMPT,
     ROLLOUT,
@@ -31,6 +30,7 @@ from engine.schema import (
     nest,
     ragged,
 )
+from engine.support import choose
 from engine.verifiers import VERIFIERS
 from engine.weights import Weights
 
@@ -62,6 +62,7 @@ class _Trace:
     runs: list[list[int]] = field(default_factory=list)
     cache_ids: list[np.ndarray] = field(default_factory=list)
     cache_logprobs: list[np.ndarray] = field(default_factory=list)
+    cache_draws: list[np.ndarray] = field(default_factory=list)
     finish_reason: str = ""
 
 
@@ -144,8 +145,9 @@ class RolloutWorker:
 
     def _record(self, decoded: Decoded) -> list[_Trace]:
         """Appends a decoding step to the traces; returns those that it finished."""
-        emitted = decoded.logprobs.gather(1, decoded.token_ids[:, None].to(decoded.logprobs.device))
-        counts, cache_ids, cache_logprobs = self._kept(decoded, emitted)
+        tokens = decoded.token_ids.to(decoded.logprobs.device)
+        emitted = decoded.logprobs.gather(1, tokens[:, None])
+        counts, cache_ids, cache_logprobs, cache_draws = self._kept(decoded.logprobs, tokens)
         ends = np.cumsum(counts)
         columns = zip(
             decoded.tickets,
@@ -165,6 +167,7 @@ class RolloutWorker:
                 trace.runs.append([self.version, 1])
             trace.cache_ids.append(cache_ids[first:last])
             trace.cache_logprobs.append(cache_logprobs[first:last])
+            trace.cache_draws.append(cache_draws[first:last])  # an empty column stays empty
         finished = []
         for ticket, reason in decoded.finished.items():
             trace = self._traces.pop(ticket)
@@ -172,18 +175,21 @@ class RolloutWorker:
             finished.append(trace)
         return finished
 
-    def _kept(self, decoded: Decoded, emitted: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cached ids of a decoding step: how many for each response, the ids, their log p_old."""
-        match self._cache:
-            case Sampled():
-                counts = torch.ones(len(decoded.tickets), dtype=torch.long)
-                ids, logprobs = decoded.token_ids, emitted[:, 0]
-            case Poisson(n=n, alpha=alpha):
-                counts, ids, logprobs = draw_poisson(decoded.logprobs, n, alpha, self._generator)
-            case _:  # the teacher chooses, or takes all
-                counts = torch.zeros(len(decoded.tickets), dtype=torch.long)
-                ids, logprobs = torch.zeros(0, dtype=torch.long), torch.zeros(0)
-        return counts.cpu().numpy(), ids.int().cpu().numpy(), logprobs.cpu().numpy()
+    def _kept(
+        self, logprobs: Tensor, tokens: Tensor
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Cached ids of a decoding step: how many for each response, the ids, their log p_old, and
+        how often each was drawn."""
+        if chosen_by_teacher(self._cache):
+            nothing = np.zeros(0, np.int32)
+            return np.zeros(len(tokens), np.int64), nothing, nothing.astype(np.float32), nothing
+        kept = choose(self._cache, logprobs, tokens, self._generator)
+        return (
+            kept.counts.cpu().numpy(),
+            kept.ids.int().cpu().numpy(),
+            kept.logprobs.cpu().numpy(),
+            kept.draws.cpu().numpy().astype(np.uint16),
+        )
 
     def _finish(self, traces: list[_Trace]) -> pa.RecordBatch:
         """A ROLLOUT batch of finished responses."""
@@ -192,6 +198,8 @@ class RolloutWorker:
         kept = [len(ids) for trace in traces for ids in trace.cache_ids]
         ids = _flat([ids for trace in traces for ids in trace.cache_ids], np.int32)
         logprobs = _flat([lp for trace in traces for lp in trace.cache_logprobs], np.float32)
+        draws = _flat([part for trace in traces for part in trace.cache_draws], np.uint16)
+        counted = [len(part) for trace in traces for part in trace.cache_draws]
         runs = [[{"version": v, "length": n} for v, n in trace.runs] for trace in traces]
         return extend(
             prompts,
@@ -204,6 +212,7 @@ class RolloutWorker:
                 pa.array([self._verify(trace) for trace in traces], pa.bool_()),
                 nest(ragged(ids, kept), lengths),
                 nest(ragged(logprobs, kept), lengths),
+                nest(ragged(draws, counted), lengths),
             ],
         )
 

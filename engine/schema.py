@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 PER_TOKEN_IDS = pa.list_(pa.list_(pa.int32()))
+PER_TOKEN_COUNTS = pa.list_(pa.list_(pa.uint16()))
 PER_TOKEN_LOGPROBS = pa.list_(pa.list_(pa.float32()))
 VERSION_RUNS = pa.list_(pa.struct([("version", pa.int32()), ("length", pa.int32())]))
 
@@ -38,6 +39,7 @@ ROLLOUT = pa.schema(
         ("correct", pa.bool_()),  # the verifier's word; null without an answer
         ("cache_ids", PER_TOKEN_IDS),  # ids that the sampler chose; empty where it chooses none
         ("cache_logprobs", PER_TOKEN_LOGPROBS),  # log p_old at cache_ids
+        ("cache_draws", PER_TOKEN_COUNTS),  # how often each was drawn; empty where none is counted
     ]
 )
 SCORED = pa.schema(
@@ -45,10 +47,19 @@ SCORED = pa.schema(
         *ROLLOUT,
         ("teacher_ids", PER_TOKEN_IDS),  # ids that the teacher chose; empty where it chooses none
         ("teacher_logprobs", PER_TOKEN_LOGPROBS),  # log q at the cached ids, or at all ids
+        ("teacher_draws", PER_TOKEN_COUNTS),  # as cache_draws, of teacher_ids
         ("teacher", pa.string()),  # digest of the teacher that scored
     ]
 )
-PER_TOKEN = ("sampler_logprobs", "cache_ids", "cache_logprobs", "teacher_ids", "teacher_logprobs")
+PER_TOKEN = (
+    "sampler_logprobs",
+    "cache_ids",
+    "cache_logprobs",
+    "cache_draws",
+    "teacher_ids",
+    "teacher_logprobs",
+    "teacher_draws",
+)
 
 
 class SchemaError(ValueError):

@@ -5,6 +5,7 @@ positions, so that its logits never exist for a whole batch.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.batch import Ragged, sequences, split
-from engine.config import Cache, Dense, Sampled, TeacherTopK
-from engine.estimators import top_k_support
+from engine.config import Cache, Dense, Sampled, chosen_by_teacher
 from engine.head import positions_per_chunk
 from engine.models import Language
 from engine.rollout import RolloutReport, RolloutWorker
 from engine.schema import SCORED, RolloutMeta, describe, extend, nest, ragged, row_lengths
+from engine.support import choose
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,48 @@ class ScoreReport:
     busy_seconds: float
 
 
+@dataclass(frozen=True)
+class _Entries:
+    """What is cached of consecutive tokens, flat."""
+
+    counts: np.ndarray
+    """Entries of each token."""
+    scores: np.ndarray
+    """log q of each entry."""
+    ids: np.ndarray
+    """Of each entry, where the teacher chose; else empty."""
+    draws: np.ndarray
+    """As `engine.support.Support.draws`, where the teacher drew; else empty."""
+
+    @classmethod
+    def join(cls, parts: "Sequence[_Entries]") -> "_Entries":
+        return cls(*(np.concatenate(column) for column in zip(*map(_columns, parts), strict=True)))
+
+    def split(self, tokens: np.ndarray) -> "list[_Entries]":
+        """Cut into rows of so many tokens."""
+        ends = np.cumsum(tokens)[:-1]
+        entry_ends = np.concatenate([[0], np.cumsum(self.counts)])[ends]
+        columns = [np.split(self.counts, ends)]
+        for column in (self.scores, self.ids, self.draws):  # an empty column is cut into empty ones
+            columns.append(np.split(column, entry_ends if len(column) else 0 * entry_ends))
+        return [_Entries(*row) for row in zip(*columns, strict=True)]
+
+
+def _columns(entries: _Entries) -> tuple[np.ndarray, ...]:
+    return entries.counts, entries.scores, entries.ids, entries.draws
+
+
 class TeacherWorker:
     """Scores responses with a frozen language model."""
 
-    def __init__(self, teacher: Language, temperature: float, token_budget: int) -> None:
+    def __init__(
+        self, teacher: Language, temperature: float, token_budget: int, seed: int = 0
+    ) -> None:
         self._teacher = teacher
         self._teacher.model.requires_grad_(False).eval()
         self._temperature = temperature
         self._token_budget = token_budget
+        self._generator = torch.Generator(teacher.device).manual_seed(seed)
 
     def score(
         self, batches: list[pa.RecordBatch], cache: Cache, rows: list[int] | None = None
@@ -48,7 +83,7 @@ class TeacherWorker:
         if rows is not None:
             batch = batch.take(pa.array(rows, pa.int32()))
         lengths = row_lengths(batch, "prompt_ids") + row_lengths(batch, "response_ids")
-        parts: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        parts: dict[int, _Entries] = {}
         for part in split(lengths, np.arange(len(lengths)), self._token_budget):
             parts.update(zip(part.tolist(), self._score(batch, part, cache), strict=True))
         scored = _scored(batch, [parts[row] for row in range(len(lengths))], self._teacher.digest)
@@ -69,25 +104,36 @@ class TeacherWorker:
         return worker.generate(prompts)
 
     @torch.inference_mode()
-    def _score(
-        self, batch: pa.RecordBatch, rows: np.ndarray, cache: Cache
-    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """(entries of each token, ids the teacher chose, log q) of each row."""
-        device = self._teacher.device
+    def _score(self, batch: pa.RecordBatch, rows: np.ndarray, cache: Cache) -> list[_Entries]:
+        """The entries of each row."""
         tokens = Ragged.of(batch["response_ids"]).lengths[rows]
-        hidden = self._teacher.hidden(sequences(batch, rows).to(device))
+        hidden = self._teacher.hidden(sequences(batch, rows).to(self._teacher.device))
         asked = _asked(batch, rows)
-        counts, ids, scores = [], [], []
         chunk = positions_per_chunk(self._teacher.vocabulary)
-        for first in range(0, len(hidden), chunk):
+        parts = []
+        for first in range(0, max(len(hidden), 1), chunk):
             logprobs = self._teacher.logprobs(hidden[first : first + chunk], self._temperature)
-            last = first + len(logprobs)
-            part = asked.take(np.arange(first, last))
-            count, chosen, score = _entries(logprobs, part, cache)
-            counts.append(count)
-            ids.append(chosen)
-            scores.append(score.float().cpu().numpy())
-        return _by_row(tokens, np.concatenate(counts), ids, scores)
+            part = asked.take(np.arange(first, first + len(logprobs)))
+            parts.append(self._entries(logprobs, part, cache))
+        return _Entries.join(parts).split(tokens)
+
+    def _entries(self, logprobs: Tensor, asked: Ragged, cache: Cache) -> _Entries:
+        """For n tokens with [n, V] log q: all ids, those the teacher chooses, or those asked for."""
+        ids, draws = np.zeros(0, np.int32), np.zeros(0, np.uint16)
+        if isinstance(cache, Dense):
+            counts = np.full(len(logprobs), logprobs.shape[1])
+            scores = logprobs.reshape(-1)
+        elif chosen_by_teacher(cache):
+            kept = choose(cache, logprobs, None, self._generator)
+            counts, scores = kept.counts.cpu().numpy(), kept.logprobs
+            ids = kept.ids.cpu().numpy().astype(np.int32)
+            draws = kept.draws.cpu().numpy().astype(np.uint16)
+        else:
+            counts = asked.lengths
+            owner = torch.from_numpy(np.repeat(np.arange(len(logprobs)), counts))
+            wanted = torch.from_numpy(asked.values.astype(np.int64))
+            scores = logprobs[owner.to(logprobs.device), wanted.to(logprobs.device)]
+        return _Entries(counts, scores.float().cpu().numpy(), ids, draws)
 
 
 def _asked(batch: pa.RecordBatch, rows: np.ndarray) -> Ragged:
@@ -96,51 +142,17 @@ def _asked(batch: pa.RecordBatch, rows: np.ndarray) -> Ragged:
     return Ragged.nested(batch["cache_ids"]).take(tokens)
 
 
-def _entries(
-    logprobs: Tensor, asked: Ragged, cache: Cache
-) -> tuple[np.ndarray, np.ndarray, Tensor]:
-    """For n tokens: entries of each, ids the teacher chose, log q at all entries."""
-    nothing = np.zeros(0, np.int32)
-    match cache:
-        case Dense():
-            counts = np.full(len(logprobs), logprobs.shape[1])
-            return counts, nothing, logprobs.reshape(-1)
-        case TeacherTopK(k=k):
-            kept, ids, scores = top_k_support(logprobs, k)
-            return kept.cpu().numpy(), ids.int().cpu().numpy(), scores
-        case _:
-            owner = torch.from_numpy(np.repeat(np.arange(len(logprobs)), asked.lengths))
-            ids = torch.from_numpy(asked.values.astype(np.int64))
-            scores = logprobs[owner.to(logprobs.device), ids.to(logprobs.device)]
-            return asked.lengths, nothing, scores
-
-
-def _by_row(
-    tokens: np.ndarray, counts: np.ndarray, ids: list[np.ndarray], scores: list[np.ndarray]
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Cuts flat entries into rows of `tokens` tokens each."""
-    ends = np.cumsum(tokens)
-    entry_ends = np.concatenate([[0], np.cumsum(counts)])[ends]
-    chosen = np.concatenate(ids)
-    cut_ids = np.split(chosen, entry_ends[:-1]) if len(chosen) else [chosen] * len(tokens)
-    cut_scores = np.split(np.concatenate(scores), entry_ends[:-1])
-    return list(zip(np.split(counts, ends[:-1]), cut_ids, cut_scores, strict=True))
-
-
-def _scored(
-    batch: pa.RecordBatch, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]], teacher: str
-) -> pa.RecordBatch:
+def _scored(batch: pa.RecordBatch, parts: list[_Entries], teacher: str) -> pa.RecordBatch:
     tokens = row_lengths(batch, "response_ids")
-    counts = np.concatenate([count for count, _, _ in parts])
-    ids = np.concatenate([chosen for _, chosen, _ in parts])
-    scores = np.concatenate([score for _, _, score in parts])
-    own = counts if len(ids) else np.zeros(len(counts), np.int32)
+    entries = _Entries.join(parts)
+    none = np.zeros(len(entries.counts), np.int32)
     return extend(
         batch,
         SCORED,
         [
-            nest(ragged(ids, own), tokens),
-            nest(ragged(scores, counts), tokens),
+            nest(ragged(entries.ids, entries.counts if len(entries.ids) else none), tokens),
+            nest(ragged(entries.scores, entries.counts), tokens),
+            nest(ragged(entries.draws, entries.counts if len(entries.draws) else none), tokens),
             pa.array([teacher] * len(parts), pa.string()),
         ],
     )
