@@ -266,8 +266,14 @@ class ReverseKL(Section):
         if isinstance(self.cache, Dense | StudentTopK) and self.stabiliser != Unclipped():
             raise ValueError(
                 f"the cache `{self.cache.type}` is summed under the present student, without an "
-                "importance ratio, so there is nothing to stabilise: leave out estimator.stabiliser, "
-                "or take a cache that is drawn (sampled, multi_sample, poisson, top_k_tail)"
+                "importance ratio, so there is nothing to stabilise: leave out "
+                "estimator.stabiliser, or take a cache that is drawn (sampled, multi_sample, "
+                "poisson, top_k_tail)"
+            )
+        if self.stabiliser != Unclipped() and getattr(self.cache, "max_ratio", None):
+            raise ValueError(
+                "estimator.cache.max_ratio and estimator.stabiliser both limit what an id weighs: "
+                "set one of them"
             )
         return self
 

@@ -65,6 +65,8 @@ from engine.support import Support, log_expansion
 # Engines that can't send -inf send -9999 in its place. No log-softmax comes near it.
 IMPOSSIBLE = -9999.0
 
+PLAIN = Unclipped()
+
 Losses = tuple[Float[Tensor, " n"], dict[str, Float[Tensor, " n"]]]
 
 Loss = Callable[[Float[Tensor, "n V"], Support], Losses]
@@ -109,7 +111,7 @@ def reverse_kl(
     learner_logprobs: Float[Tensor, "n V"],
     support: Support,
     cache: Cache,
-    stabiliser: Stabiliser = Unclipped(),
+    stabiliser: Stabiliser = PLAIN,
     bound: float = math.inf,
 ) -> Losses:
     """KL(learner || teacher) from ids that were cached with known probabilities.
@@ -121,7 +123,7 @@ def reverse_kl(
     log_weight, clipped = _capped(log_weight, cache)
     kl = log_weight.exp() * (log_p.detach() - log_q)
     value = slope = kl
-    if stabiliser != Unclipped():
+    if stabiliser != PLAIN:
         terms = _Terms(log_weight, log_p.detach(), log_p_old, log_q, support.proximal_logprobs)
         value, slope, clipped = terms.stabilised(stabiliser, bound)
     loss = _sum(support, value, slope, log_p)
@@ -133,8 +135,9 @@ def jensen_shannon(
 ) -> Losses:
     """Generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649) for 0 < beta <= 1.
 
-    With m = beta q + (1 - beta) p its derivative by p(a) is (1 - beta) log(p(a) / m(a)): the mixture
-    bounds the signal where the student has no mass, so that the student's draws can carry it."""
+    With m = beta q + (1 - beta) p its derivative by p(a) is (1 - beta) log(p(a) / m(a)): the
+    mixture bounds the signal where the student has no mass, so that the student's draws can carry
+    it."""
     _refuse_other_caches(support, cache)
     if beta == 1:
         return reverse_kl(learner_logprobs, support, cache)
@@ -160,7 +163,7 @@ def forward_draws(learner_logprobs: Float[Tensor, "n V"], support: Support, n: i
 def _entries(
     learner_logprobs: Float[Tensor, "n V"], support: Support, cache: Cache
 ) -> tuple[Tensor, Tensor, Tensor, Bool[Tensor, " m"]]:
-    """log p, log q and log p_old of each entry, 0 where one of them is impossible, and where not."""
+    """log p, log q and log p_old of each entry, 0 where one is impossible; and where none is."""
     log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
     log_p_old = log_q if isinstance(cache, Dense) else support.sampler_logprobs
     possible = _possible(log_p, log_q, log_p_old)

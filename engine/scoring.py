@@ -118,7 +118,7 @@ class TeacherWorker:
         return _Entries.join(parts).split(tokens)
 
     def _entries(self, logprobs: Tensor, asked: Ragged, cache: Cache) -> _Entries:
-        """For n tokens with [n, V] log q: all ids, those the teacher chooses, or those asked for."""
+        """Of [n, V] log q: of all ids, those the teacher chooses, or those asked for."""
         ids, draws = np.zeros(0, np.int32), np.zeros(0, np.uint16)
         if isinstance(cache, Dense):
             counts = np.full(len(logprobs), logprobs.shape[1])
