@@ -47,7 +47,6 @@ class Figures:
         )
 
 
-@torch.inference_mode()
 def evaluate(
     student: Path,
     teacher: Path,
@@ -59,8 +58,29 @@ def evaluate(
     seed: int = 0,
 ) -> Figures:
     """Figures of the model in `student` against the one in `teacher`, in this process."""
-    ours = Language(student, torch.float32, pick_device())
-    theirs = Language(teacher, torch.float32, pick_device())
+    return evaluate_models(
+        Language(student, torch.float32, pick_device()),
+        Language(teacher, torch.float32, pick_device()),
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        teacher_temperature=teacher_temperature,
+        seed=seed,
+    )
+
+
+@torch.inference_mode()
+def evaluate_models(
+    ours: Language,
+    theirs: Language,
+    prompts: list[Prompt],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    teacher_temperature: float = 1.0,
+    seed: int = 0,
+) -> Figures:
+    """As `evaluate`, of models in memory."""
     sampler = ours.sampler(temperature, SLOTS)
     worker = RolloutWorker(sampler, ours.decode, Sampled(), max_new_tokens, seed)
     batch, report = worker.generate(to_batch(prompts, range(len(prompts)), [0] * len(prompts)))

@@ -23,7 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
     run = commands.add_parser("run", help="distil as a TOML file says")
     run.add_argument("file", help="the run's configuration")
     demo = commands.add_parser("demo", help="a whole distillation on a small task, in minutes")
-    for command in (run, demo):
+    audit = commands.add_parser("audit", help="compare an estimator with the exact gradient")
+    audit.add_argument("target", help="a configuration, or the folder of a run, live or finished")
+    audit.add_argument("--responses", type=int, default=32, help="to sample (32)")
+    audit.add_argument("--positions", type=int, default=1024, help="of them, to compare at (1024)")
+    audit.add_argument("--repeats", type=int, default=8, help="draws of each cache (8)")
+    audit.add_argument("--plot", type=Path, metavar="PATH", help="write the plot there")
+    study = commands.add_parser("study", help="estimators by staleness by seed; resumable")
+    study.add_argument("file", nargs="?", help="the study; without it, the demo's")
+    for command in (run, demo, audit, study):
         command.add_argument("overrides", nargs="*", metavar="key=value")
         command.add_argument(
             "--json", type=Path, metavar="PATH", help="write the figures there too"
@@ -34,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     from engine.config import ConfigError
 
     try:
-        figures = _demo(options) if options.command == "demo" else _run(options)
+        figures = COMMANDS[options.command](options)
     except ConfigError as error:
         print(f"opdflow: {error}", file=sys.stderr)
         return 2
@@ -84,6 +92,40 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
     console.print(f"  {opdflow} demo rollout.backend=hf  plain transformers instead of vLLM")
     console.print(f"  {opdflow} run FILE                 your own models, see README.md")
     return figures
+
+
+def _audit(options: argparse.Namespace) -> dict[str, Any]:
+    from flows import audit
+
+    reports = audit.audited(
+        options.target, options.overrides, options.responses, options.positions, options.repeats
+    )
+    console = _console()
+    audit.show(reports, console)
+    if options.plot:
+        audit.plot(reports).savefig(options.plot, dpi=130)
+        console.print(f"\nplot         {options.plot}", soft_wrap=True)
+    recommended = {name: report.recommended for name, report in reports.items()}
+    return {"rows": audit.rows(reports), "recommended": recommended}
+
+
+def _study(options: argparse.Namespace) -> dict[str, Any]:
+    from flows import demo, study
+
+    console = _console()
+    # `opdflow study seeds=1` has no file.
+    file, overrides = options.file, options.overrides
+    if file is None or ("=" in file and not Path(file).exists()):
+        file, overrides = study.DEFAULT, [*([file] if file else []), *overrides]
+    config = study.load(file, overrides)
+    run = config.run
+    if "student" not in run:
+        run = demo.with_inputs(run, demo.make(console, Path(demo.DIRECTORY) / "demo"))
+    table = study.sweep(config, run, console)
+    study.show(table, config, console)
+    path = Path(config.directory) / "study.parquet"
+    console.print(f"\ntable        {path}\nplot         {path.with_suffix('.png')}", soft_wrap=True)
+    return {"rows": table.to_pylist()}
 
 
 def _distill(config: Any) -> dict[str, Any]:
@@ -153,6 +195,9 @@ def _quiet() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+COMMANDS = {"run": _run, "demo": _demo, "audit": _audit, "study": _study}
 
 
 if __name__ == "__main__":

@@ -24,16 +24,19 @@ def build(console: Console, overrides: list[str]) -> tuple[RunConfig, DemoFiles]
     data["directory"] = DIRECTORY
     for text in overrides:
         override(data, text)
-    files = _prepare(console, Path(data["directory"]) / "demo")
+    files = make(console, Path(data["directory"]) / "demo")
+    return parse(with_inputs(data, files), str(CONFIG)), files
+
+
+def with_inputs(data: dict[str, Any], files: DemoFiles) -> dict[str, Any]:
+    """A run's tables with the demo's models and prompts, where it names no others."""
     inputs = {
         "student": {"model": str(files.student)},
         "teacher": {"model": str(files.teacher)},
         "prompts": {"path": str(files.prompts)},
         "evaluation": {"path": str(files.evaluation)},
     }
-    for section, values in inputs.items():
-        data[section] = values | data.get(section, {})
-    return parse(data, str(CONFIG)), files
+    return data | {section: values | data.get(section, {}) for section, values in inputs.items()}
 
 
 def baseline(config: RunConfig, files: DemoFiles) -> dict[str, Any]:
@@ -51,7 +54,8 @@ def baseline(config: RunConfig, files: DemoFiles) -> dict[str, Any]:
     return known
 
 
-def _prepare(console: Console, directory: Path) -> DemoFiles:
+def make(console: Console, directory: Path) -> DemoFiles:
+    """Models and prompts, made where they are missing, with a bar for each."""
     columns = TextColumn("  {task.description:<34}"), BarColumn(bar_width=20), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         tasks: dict[str, Any] = {}

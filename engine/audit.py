@@ -1,0 +1,476 @@
+"""What an estimator costs and how wrong it is, on real models.
+
+    responses of the sampler ─► positions ─► log p, log p_old, log q over the whole vocabulary
+                                              │
+             exact gradient ◄─────────────────┼──────► gradient from a cache, drawn again and again
+                    └───────── bias, variance, cosine ─────────┘
+
+Two gradients are compared. That of one position, with respect to its logits, says how noisy a cache
+is. That of a whole batch, with respect to the model's parameters, is what training feels: there
+variance averages out over the positions, and bias does not.
+
+How small an error is small enough? The exact gradient of a batch has a variance of its own, for
+its responses could have been others. An estimator whose error is a small part of that variance
+can't be told from the exact loss in training, and the smallest such cache is recommended.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from engine.batch import sequences
+from engine.config import (
+    M2PO,
+    Cache,
+    Dense,
+    Estimator,
+    ForwardKL,
+    JensenShannon,
+    MultiSample,
+    Poisson,
+    ReverseKL,
+    Sampled,
+    StudentTopK,
+    TeacherMultiSample,
+    TeacherTopK,
+    TopKTail,
+    chosen_by_teacher,
+)
+from engine.estimators import Loss, loss_of, m2po_bound
+from engine.head import chunked_loss, positions_per_chunk
+from engine.models import Language
+from engine.prompts import Prompt, to_batch
+from engine.rollout import RolloutWorker
+from engine.schema import row_lengths
+from engine.support import Support, choose
+
+SLOTS = 128
+# Groups of responses from whose gradients the variance of a batch's is estimated.
+GROUPS = 8
+# An error below this share of the variance that the choice of responses brings is small enough.
+SMALL = 0.1
+# Positions where the student is sure, and where it is not, in nats.
+PEAKED, FLAT = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Audit:
+    """How one estimator does. Errors are relative to the exact gradient's squared norm, bias and
+    spread to its norm."""
+
+    estimator: str
+    bytes_per_token: float
+    kept_ids: float
+    """Per token."""
+    tail_mass: float
+    """Probability of the student outside the cached ids."""
+    mse: float
+    """Mean squared error of a position's gradient."""
+    bias: float
+    """Norm of its expected error. Below its own uncertainty it is 0."""
+    cosine: float
+    """Between estimated and exact gradient of all positions, mean over repeats."""
+    mse_peaked: float
+    """As `mse`, over positions where the student's entropy is below PEAKED."""
+    mse_flat: float
+    """As `mse`, over positions where the student's entropy is above FLAT."""
+    batch_mse: float
+    """Mean squared error of the batch's parameter gradient."""
+    batch_bias: float
+    batch_cosine: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """An audit of several estimators on the same positions."""
+
+    rows: list[Audit]
+    positions: int
+    entropy: float
+    """Of the student, mean over the positions, in nats."""
+    drift: float
+    """KL(p_old || p), mean over the positions, in nats: how stale the sampler is."""
+    noise: float
+    """Variance of an update's exact gradient by its choice of responses, relative to its squared
+    norm."""
+    recommended: str
+    """The cheapest estimator whose batch error is small against `noise`; empty if none is."""
+
+
+def audit(
+    student: Language,
+    sampler: Language,
+    teacher: Language,
+    prompts: list[Prompt],
+    estimators: Sequence[Estimator],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    teacher_temperature: float = 1.0,
+    responses_per_update: float,
+    positions: int = 1024,
+    repeats: int = 16,
+    seed: int = 0,
+) -> Report:
+    """Compares estimators with the exact gradient, at positions of the sampler's responses to
+    prompts. `sampler` is the student itself, or an older version of it. One forward pass holds all
+    responses. What is recommended is for updates of so many responses."""
+    worker = RolloutWorker(
+        sampler.sampler(temperature, SLOTS), sampler.decode, Sampled(), max_new_tokens, seed
+    )
+    batch, _ = worker.generate(to_batch(prompts, range(len(prompts)), [0] * len(prompts)))
+    scene = _Scene.of(student, sampler, teacher, batch, (temperature, teacher_temperature))
+    scene = scene.take(positions, seed)
+    rows = [_audited(scene, estimator, repeats, seed) for estimator in estimators]
+    # Variances fall with the number of positions in an update, a bias doesn't.
+    positions_per_response = row_lengths(batch, "response_ids").mean()
+    shrink = len(scene.log_p) / (responses_per_update * positions_per_response)
+    noise = shrink * scene.noise(_exact(estimators[0]))
+    return Report(
+        rows,
+        len(scene.log_p),
+        scene.entropy.mean().item(),
+        (scene.log_p_old.exp() * (scene.log_p_old - scene.log_p)).sum(1).mean().item(),
+        noise,
+        recommended(rows, noise, shrink),
+    )
+
+
+def recommended(rows: Sequence[Audit], noise: float, shrink: float) -> str:
+    """The cheapest estimator whose error in an update is at most SMALL of the update's noise.
+    `shrink` is the number of audited positions over that of an update."""
+
+    def error(row: Audit) -> float:
+        bias = row.batch_bias**2
+        return bias + shrink * max(0.0, row.batch_mse - bias)
+
+    good = [row for row in rows if error(row) <= SMALL * noise]
+    return min(good, key=lambda row: row.bytes_per_token).estimator if good else ""
+
+
+def alternatives(estimator: Estimator) -> list[Estimator]:
+    """The estimator in use, and the caches that could take its place."""
+    match estimator:
+        case ReverseKL():
+            caches: list[Cache] = [
+                Sampled(),
+                *(MultiSample(n=n) for n in (4, 16, 64)),
+                *(MultiSample(n=n, distinct=True) for n in (16, 64)),
+                *(StudentTopK(k=k) for k in (4, 16, 64)),
+                *(TopKTail(k=k) for k in (4, 16, 64)),
+                *(Poisson(n=n, alpha=a) for a in (1.0, 0.75) for n in (16, 64, 256, 1024)),
+                *(Poisson(n=n, alpha=0.75, max_ratio=2.0) for n in (16, 64, 256, 1024)),
+            ]
+            others: list[Estimator] = [ReverseKL.model_validate({"cache": c}) for c in caches]
+        case ForwardKL():
+            caches = [
+                *(TeacherTopK(k=k) for k in (1, 4, 16, 64)),
+                *(TeacherMultiSample(n=n) for n in (1, 4, 16, 64)),
+            ]
+            others = [ForwardKL.model_validate({"cache": c}) for c in caches]
+        case JensenShannon(beta=beta):
+            caches = [
+                *(TeacherTopK(k=k) for k in (4, 16, 64)),
+                *(StudentTopK(k=k) for k in (4, 16, 64)),
+                *(Poisson(n=n) for n in (16, 64, 256, 1024)),
+            ]
+            others = [JensenShannon.model_validate({"beta": beta, "cache": c}) for c in caches]
+    return [estimator, *(other for other in others if other != estimator)]
+
+
+def label(estimator: Estimator) -> str:
+    """A short name: the cache with its settings, and what else differs from the default."""
+    values = estimator.cache.model_dump(exclude={"type"})
+    if values.get("n") is None:
+        values.pop("alpha", None)  # of a cache that isn't thinned
+    shown = [str(values.pop(key)) for key in ("n", "k", "alpha") if values.get(key) is not None]
+    if cap := values.pop("max_ratio", None):
+        shown.append(f"cap={cap:g}")
+    shown += [k if v is True else f"{k}={v}" for k, v in values.items() if v and v != "bucket"]
+    name = estimator.cache.type + (f"({', '.join(shown)})" if shown else "")
+    if isinstance(estimator, ReverseKL) and estimator.stabiliser != ReverseKL().stabiliser:
+        options = estimator.stabiliser.model_dump(exclude_defaults=True, exclude={"type"})
+        extra = [estimator.stabiliser.type, *(f"{k}={v}" for k, v in options.items())]
+        name += f" + {', '.join(extra)}"
+    return name
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """n positions with the whole distributions of everybody."""
+
+    student: Language
+    temperature: float
+    hidden: Float[Tensor, "n D"]
+    """With the graph that leads to the parameters."""
+    owners: Int[Tensor, " n"]
+    """The response that each position is in."""
+    log_p: Float[Tensor, "n V"]
+    log_p_old: Float[Tensor, "n V"]
+    log_q: Float[Tensor, "n V"]
+
+    @classmethod
+    def of(
+        cls,
+        student: Language,
+        sampler: Language,
+        teacher: Language,
+        batch: pa.RecordBatch,
+        temperatures: tuple[float, float],
+    ) -> "_Scene":
+        ours, theirs = temperatures
+        inputs = sequences(batch, np.arange(batch.num_rows)).to(student.device)
+        hidden = student.hidden(inputs)
+        with torch.no_grad():
+            return cls(
+                student,
+                ours,
+                hidden,
+                inputs.sources // inputs.input_ids.shape[1],
+                student.logprobs(hidden, ours),
+                sampler.logprobs(sampler.hidden(inputs), ours),
+                teacher.logprobs(teacher.hidden(inputs), theirs),
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        return self.log_p.shape[1]
+
+    @property
+    def entropy(self) -> Float[Tensor, " n"]:
+        return torch.special.entr(self.log_p.exp()).sum(1)
+
+    def take(self, positions: int, seed: int) -> "_Scene":
+        """So many of the positions, at random."""
+        order = np.random.default_rng(seed).permutation(len(self.log_p))[:positions]
+        return self[torch.from_numpy(np.sort(order)).to(self.log_p.device)]
+
+    def __getitem__(self, tokens: Tensor) -> "_Scene":
+        columns = ("hidden", "owners", "log_p", "log_p_old", "log_q")
+        return replace(self, **{name: getattr(self, name)[tokens] for name in columns})
+
+    def chunks(self) -> Iterator["_Scene"]:
+        """Parts whose distributions fit in memory several times."""
+        positions = torch.arange(len(self.log_p), device=self.log_p.device)
+        for tokens in positions.split(positions_per_chunk(self.vocabulary)):
+            yield self[tokens]
+
+    def cached(self, cache: Cache, generator: torch.Generator) -> Support:
+        """What sampler and teacher would cache, drawn anew, the emitted tokens too."""
+        n = len(self.log_p)
+        rows = torch.arange(n, device=self.log_p.device)
+        emitted = torch.multinomial(self.log_p_old.exp(), 1, generator=generator).squeeze(1)
+        nothing = self.log_p.new_zeros(0)
+        if isinstance(cache, Dense):
+            counts = torch.full_like(rows, self.vocabulary)
+            ids, draws, teacher = rows[:0], rows[:0], self.log_q.reshape(-1)
+            sampler = proximal = nothing
+        else:
+            by_teacher = chosen_by_teacher(cache)
+            chooser = self.log_q if by_teacher else self.log_p_old
+            kept = choose(cache, chooser, emitted, generator)
+            counts, ids, draws = kept.counts, kept.ids, kept.draws
+            owner = torch.repeat_interleave(counts)
+            teacher = self.log_q[owner, ids]
+            sampler = nothing if by_teacher else self.log_p_old[owner, ids]
+            proximal = self.log_p[owner, ids]
+        offsets = torch.cat([rows.new_zeros(1), counts.cumsum(0)])
+        logprobs = self.log_p_old[rows, emitted]
+        return Support(offsets, ids, sampler, teacher, emitted, logprobs, draws, proximal)
+
+    def logit_gradient(self, loss: Loss, support: Support) -> tuple[Tensor, dict[str, Tensor]]:
+        """[n, V], of the positions' losses, and their statistics."""
+        logits = self.log_p.detach().requires_grad_()
+        losses, statistics = loss(logits.log_softmax(-1), support)
+        return torch.autograd.grad(losses.sum(), logits)[0], statistics
+
+    def parameter_gradient(self, loss: Loss, support: Support) -> Tensor:
+        """Flat, of the mean loss."""
+        total, _ = chunked_loss(
+            self.hidden,
+            self.student.head,
+            loss,
+            support,
+            vocabulary=self.vocabulary,
+            temperature=self.temperature,
+        )
+        parameters = [p for p in self.student.model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(
+            total / len(self.log_p), parameters, retain_graph=True, materialize_grads=True
+        )
+        return torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+
+    def noise(self, exact: Estimator) -> float:
+        """Variance of the exact batch gradient by the choice of responses, relative to its squared
+        norm: from the spread of the contributions of GROUPS groups of responses."""
+        contributions = []
+        generator = torch.Generator(self.log_p.device)
+        for group in range(GROUPS):
+            part = self[(self.owners % GROUPS == group).nonzero().squeeze(1)]
+            if len(part.log_p):
+                support = part.cached(exact.cache, generator)
+                share = len(part.log_p) / len(self.log_p)
+                contributions.append(share * part.parameter_gradient(loss_of(exact), support))
+        stacked = torch.stack(contributions)
+        count = len(stacked)
+        variance = count / max(1, count - 1) * (stacked - stacked.mean(0)).square().sum()
+        return (variance / stacked.sum(0).square().sum()).item()
+
+
+class _Errors:
+    """Errors of repeated estimates of the rows of a gradient [rows, size]."""
+
+    def __init__(self, exact: Tensor) -> None:
+        self._exact = exact
+        self._count = 0
+        self._sum = torch.zeros_like(exact)
+        self._squares = exact.new_zeros(len(exact))
+        self.errors = exact.new_zeros(len(exact))
+        self._products: list[tuple[float, float]] = []
+
+    def add(self, estimate: Tensor) -> None:
+        self._count += 1
+        self._sum += estimate
+        self._squares += estimate.square().sum(1)
+        self.errors += (estimate - self._exact).square().sum(1)
+        self._products.append(
+            ((estimate * self._exact).sum().item(), estimate.square().sum().item())
+        )
+
+    @property
+    def products(self) -> np.ndarray:
+        """[repeats, 2]: the estimate's product with the exact gradient, and its squared norm."""
+        return np.array(self._products)
+
+    @property
+    def squared_error(self) -> Float[Tensor, " rows"]:
+        return self.errors / self._count
+
+    @property
+    def squared_norm(self) -> Float[Tensor, " rows"]:
+        return self._exact.square().sum(1)
+
+    @property
+    def squared_bias(self) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+        """Unbiased estimates, which may be negative, and what was subtracted to make them so."""
+        mean = self._sum / self._count
+        apparent = (mean - self._exact).square().sum(1)
+        if self._count == 1:
+            return apparent, torch.zeros_like(apparent)
+        spread = (self._squares - self._count * mean.square().sum(1)) / (self._count - 1)
+        return apparent - spread / self._count, spread / self._count
+
+
+def _exact(estimator: Estimator) -> Estimator:
+    """The divergence that an estimator estimates, over the whole vocabulary."""
+    match estimator:
+        case ReverseKL():
+            return ReverseKL(cache=Dense())
+        case ForwardKL():
+            return ForwardKL(cache=Dense())
+        case JensenShannon(beta=beta):
+            return JensenShannon(beta=beta, cache=Dense())
+
+
+def _loss(estimator: Estimator, scene: _Scene, support: Support) -> Loss:
+    bound = math.inf
+    if isinstance(estimator, ReverseKL) and isinstance(estimator.stabiliser, M2PO):
+        log_p = support.gather(scene.log_p)
+        behind = log_p if estimator.stabiliser.signal == "learner" else support.sampler_logprobs
+        bound = m2po_bound(
+            log_p - support.sampler_logprobs,
+            support.teacher_logprobs - behind,
+            estimator.stabiliser.budget,
+        )
+    return loss_of(estimator, bound)
+
+
+def _audited(scene: _Scene, estimator: Estimator, repeats: int, seed: int) -> Audit:
+    generator = torch.Generator(scene.log_p.device).manual_seed(seed)
+    cache = estimator.cache
+    if isinstance(cache, StudentTopK | TeacherTopK | Dense):
+        repeats = 1  # nothing is drawn
+    exact = _exact(estimator)
+    positions: list[_Errors] = []
+    kept = covered = 0.0
+    for part in scene.chunks():
+        dense = part.cached(exact.cache, generator)
+        errors = _Errors(part.logit_gradient(loss_of(exact), dense)[0])
+        for _ in range(repeats):
+            support = part.cached(cache, generator)
+            gradient, statistics = part.logit_gradient(_loss(estimator, part, support), support)
+            errors.add(gradient)
+            kept += statistics["kept"].sum().item() / repeats
+            covered += statistics["covered"].sum().item() / repeats
+        positions.append(errors)
+    dense = scene.cached(exact.cache, generator)
+    batch = _Errors(scene.parameter_gradient(loss_of(exact), dense)[None])
+    for _ in range(repeats):
+        support = scene.cached(cache, generator)
+        batch.add(scene.parameter_gradient(_loss(estimator, scene, support), support)[None])
+    n = len(scene.log_p)
+    return Audit(
+        estimator=label(estimator),
+        bytes_per_token=kept / n * entry_bytes(cache),
+        kept_ids=kept / n,
+        tail_mass=max(0.0, 1 - covered / n),
+        **_position_errors(positions, scene.entropy),
+        batch_mse=_ratio(batch.squared_error, batch.squared_norm),
+        batch_bias=_batch_bias(batch),
+        batch_cosine=_cosine([batch]),
+    )
+
+
+def entry_bytes(cache: Cache) -> int:
+    """Bytes of one cached id: the id, the scores of those who gave one, the count."""
+    match cache:
+        case Dense():
+            return 4  # the teacher's score alone
+        case TeacherTopK():
+            return 8
+        case TeacherMultiSample():
+            return 10
+        case MultiSample() | TopKTail():
+            return 14
+        case _:
+            return 12
+
+
+def _position_errors(parts: list[_Errors], entropy: Float[Tensor, " n"]) -> dict[str, float]:
+    error = torch.cat([part.squared_error for part in parts])
+    norm = torch.cat([part.squared_norm for part in parts])
+    bias = torch.cat([part.squared_bias[0] for part in parts])
+    certain = bias.sum() > 3 * bias.std() * math.sqrt(len(bias))  # three standard errors
+    peaked, flat = entropy < PEAKED, entropy > FLAT
+    return {
+        "mse": _ratio(error, norm),
+        "bias": math.sqrt(_ratio(bias, norm)) if certain else 0.0,
+        "cosine": _cosine(parts),
+        "mse_peaked": _ratio(error[peaked], norm[peaked]),
+        "mse_flat": _ratio(error[flat], norm[flat]),
+    }
+
+
+def _batch_bias(batch: _Errors) -> float:
+    """One vector has no spread over positions to tell its uncertainty: it has to stand out well from
+    what was subtracted, for errors have long tails."""
+    bias, subtracted = batch.squared_bias
+    certain = (bias > 2 * subtracted).item()
+    return math.sqrt(_ratio(bias, batch.squared_norm)) if certain else 0.0
+
+
+def _cosine(parts: list[_Errors]) -> float:
+    products = np.sum([part.products for part in parts], axis=0)
+    norm = sum(part.squared_norm.sum().item() for part in parts)
+    return float(np.mean(products[:, 0] / np.sqrt(np.maximum(products[:, 1] * norm, 1e-60))))
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    """Of sums; NaN where there is nothing."""
+    return (part.sum() / whole.sum()).item() if len(whole) else math.nan
