@@ -458,8 +458,8 @@ def _position_errors(parts: list[_Errors], entropy: Float[Tensor, " n"]) -> dict
 
 
 def _batch_bias(batch: _Errors) -> float:
-    """One vector has no spread over positions to tell its uncertainty: it has to stand out well from
-    what was subtracted, for errors have long tails."""
+    """One vector has no spread over positions to tell its uncertainty: it has to stand out well
+    from what was subtracted, for errors have long tails."""
     bias, subtracted = batch.squared_bias
     certain = (bias > 2 * subtracted).item()
     return math.sqrt(_ratio(bias, batch.squared_norm)) if certain else 0.0

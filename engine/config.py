@@ -507,6 +507,8 @@ def _explain(problem: Any) -> str:
         candidate = f"{dotted}.{part}" if dotted else part
         if candidate in keys or position == len(parts) - 1:
             dotted = candidate
+    if problem["type"] == "extra_forbidden" and dotted in keys:
+        return f"`{dotted}` is a key of another type of this table: set `type`, or leave it out"
     if problem["type"] == "extra_forbidden":
         # A key put into the wrong table is found by its last part.
         near = [k for k in keys if k.split(".")[-1] == parts[-1]][:1]

@@ -12,6 +12,7 @@ staleness differs between two runs of one seed.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -38,9 +39,13 @@ class Outcome:
 
 
 def controlled(
-    config: RunConfig, inputs: Inputs, on_step: Callable[[StepReport], None] = lambda report: None
+    config: RunConfig,
+    inputs: Inputs,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    save_to: Path | None = None,
 ) -> Outcome:
-    """Distils with every batch `config.staleness.max` steps old."""
+    """Distils with every batch `config.staleness.max` steps old; keeps the student in a folder if
+    one is given."""
     device = pick_device()
     dtype = pick_dtype(config.student.dtype, device)
     student = Language(inputs.student, pick_dtype("float32", device), device)
@@ -57,6 +62,8 @@ def controlled(
         kept.append(report.metrics["cache/kept_ids"])
         if line.generated < steps:
             line.generate(step)
+    if save_to:
+        student.save(save_to)
     figures = evaluate_models(
         student,
         teacher,

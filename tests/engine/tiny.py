@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from engine.backends import Request, Sampler
-from engine.config import Cache, Poisson, RunConfig, Sampled, parse
-from engine.estimators import draw_poisson
+from engine.config import Cache, RunConfig, chosen_by_teacher, parse
 from engine.models import Language
 from engine.schema import PROMPT, ROLLOUT, validate
+from engine.support import choose
 
 CPU = torch.device("cpu")
 
@@ -131,14 +131,14 @@ def rollout_batch(
             sampler.model, prompts[index], response, sampler.vocabulary, temperature
         )
         emitted = logprobs[range(len(response)), response].tolist()
-        kept: list[list[int]] = [[] for _ in response]
-        kept_logprobs: list[list[float]] = [[] for _ in response]
-        if isinstance(cache, Sampled):
-            kept, kept_logprobs = [[i] for i in response], [[lp] for lp in emitted]
-        elif isinstance(cache, Poisson):
-            counts, ids, values = draw_poisson(logprobs, cache.n, cache.alpha, generator)
-            kept = [part.tolist() for part in ids.split(counts.tolist())]
-            kept_logprobs = [part.tolist() for part in values.split(counts.tolist())]
+        kept = kept_logprobs = draws = [[] for _ in response]
+        if not chosen_by_teacher(cache):
+            chosen = choose(cache, logprobs, torch.tensor(response), generator)
+            sizes = chosen.counts.tolist()
+            kept = [part.tolist() for part in chosen.ids.split(sizes)]
+            kept_logprobs = [part.tolist() for part in chosen.logprobs.split(sizes)]
+            if len(chosen.draws):
+                draws = [part.tolist() for part in chosen.draws.split(sizes)]
         spans = runs[index] if runs else [(0, len(response))]
         row |= {
             "response_ids": response,
@@ -148,6 +148,7 @@ def rollout_batch(
             "correct": None,
             "cache_ids": kept,
             "cache_logprobs": kept_logprobs,
+            "cache_draws": draws,
         }
     return validate(pa.RecordBatch.from_pylist(rows, ROLLOUT), ROLLOUT)
 
