@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.batch import MicroBatch, Sequences, StepBatch, merge
+from engine.batch import MicroBatch, StepBatch, merge
 from engine.config import M2PO, Decoupled, Dense, Estimator, ReverseKL, RunConfig, Stabiliser
 from engine.estimators import Loss, loss_of, m2po_bound, proximal_logprobs
 from engine.head import chunked_loss
@@ -212,15 +212,18 @@ class LearnerWorker:
             yield batch.micro(part, self._student.device)
 
     def _loss(self, micro: MicroBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the tokens' losses, and their statistics."""
-        return chunked_loss(
-            self._hidden(micro.sequences),
-            self._student.head,
-            loss,
-            micro.support,
-            vocabulary=self._student.vocabulary,
-            temperature=self._config.rollout.temperature,
-        )
+        """The sum of the tokens' losses, and their statistics. Products are in the run's type of
+        activations; master weights stay float32."""
+        reduced = self._dtype != torch.float32
+        with torch.autocast(self._student.device.type, self._dtype, enabled=reduced):
+            return chunked_loss(
+                self._student.hidden(micro.sequences),
+                self._student.head,
+                loss,
+                micro.support,
+                vocabulary=self._student.vocabulary,
+                temperature=self._config.rollout.temperature,
+            )
 
     @property
     def _stabiliser(self) -> Stabiliser | None:
@@ -250,12 +253,6 @@ class LearnerWorker:
             ratios.append(log_p - log_p_old)
             signals.append(log_q - (log_p if stabiliser.signal == "learner" else log_p_old))
         return m2po_bound(torch.cat(ratios), torch.cat(signals), stabiliser.budget)
-
-    def _hidden(self, sequences: Sequences) -> Tensor:
-        """Hidden states in the run's type of activations; master weights stay float32."""
-        reduced = self._dtype != torch.float32
-        with torch.autocast(self._student.device.type, self._dtype, enabled=reduced):
-            return self._student.hidden(sequences)
 
     def _metrics(self, batch: StepBatch, tally: Tally, norms: list[float]) -> dict[str, float]:
         finite = [norm for norm in norms if np.isfinite(norm)]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from engine.backends.hf import HFSampler
 from engine.batch import Sequences
 from engine.config import ConfigError
+from engine.head import Head
 
 # Weights as safetensors only: a pickle from a model's folder would run its author's code.
 FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -94,21 +95,18 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-class Head(torch.nn.Module):
-    """The map from hidden states to logits, with what some families do to logits on top."""
+def head_of(model: Any, config: Any) -> Head:
+    """The head of a model, with what some families do to logits on top of it."""
+    values = config.to_dict()
+    softcap = values.get("final_logit_softcapping")
+    multiplier = (values.get("logit_scale") or 1.0) / (values.get("logits_scaling") or 1.0)
 
-    def __init__(self, projection: torch.nn.Module, config: Any) -> None:
-        super().__init__()
-        self.projection = projection
-        values = config.to_dict()
-        self.softcap = values.get("final_logit_softcapping")
-        self.multiplier = (values.get("logit_scale") or 1.0) / (values.get("logits_scaling") or 1.0)
+    def finish(logits: Tensor) -> Tensor:
+        if multiplier != 1:
+            logits = logits * multiplier
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.projection(hidden) * self.multiplier
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
+    return Head(model.get_output_embeddings(), finish)
 
 
 class Language:
@@ -132,7 +130,7 @@ class Language:
         ).to(device)
         config = self.model.config.get_text_config(decoder=True)
         self.vocabulary = min(len(self.tokenizer), config.vocab_size)
-        self.head = Head(self.model.get_output_embeddings(), config)
+        self.head = head_of(self.model, config)
         self.stop_ids = stop_ids(folder, self.tokenizer)
         self._check_head()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from engine.config import RunConfig
 from engine.evaluation import Figures, evaluate_models
@@ -53,15 +54,14 @@ def controlled(
     line = _Line(config, inputs, student, teacher)
     learner = LearnerWorker(student, dtype, config)
     steps, kept = config.training.steps, []
-    for _ in range(min(config.staleness.max + 1, steps)):
-        line.generate(0)
+    line.generate(0, min(config.staleness.max + 1, steps))
     for step in range(1, steps + 1):
         batch = line.oldest()
         _, report = learner.step([batch], [list(range(batch.num_rows))])
         on_step(report)
         kept.append(report.metrics["cache/kept_ids"])
         if line.generated < steps:
-            line.generate(step)
+            line.generate(step, 1)
     if save_to:
         student.save(save_to)
     figures = evaluate_models(
@@ -98,13 +98,16 @@ class _Line:
         self._waiting: deque[pa.RecordBatch] = deque()
         self.generated = 0
 
-    def generate(self, version: int) -> None:
-        """One batch by the student as it is, which is this version."""
+    def generate(self, version: int, batches: int) -> None:
+        """So many batches by the student as it is, which is this version."""
+        size = self._config.training.batch
         self._worker.version = version
-        rollouts, _ = self._worker.generate(self._stream.take(self._config.training.batch))
+        rollouts, _ = self._worker.generate(self._stream.take(batches * size))
         scored, _ = self._teacher.score([rollouts], self._config.estimator.cache)
-        self._waiting.append(scored)
-        self.generated += 1
+        # Short responses finish first; a batch is to hold the prompts that came next.
+        in_order = scored.take(pc.sort_indices(scored["ticket"]))
+        self._waiting.extend(in_order.slice(i * size, size) for i in range(batches))
+        self.generated += batches
 
     def oldest(self) -> pa.RecordBatch:
         return self._waiting.popleft()
