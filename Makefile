@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test quality lint format docs clean
+.PHONY: demo test study quality estimators draws head lint format docs clean
 
 demo: $(READY)
 	@$(BIN)/opdflow demo $(ARGS)
@@ -11,8 +11,11 @@ demo: $(READY)
 test: lint
 	@$(BIN)/python -m pytest
 
-quality: $(READY)
-	@$(BIN)/python benchmarks/quality.py
+study: $(READY)
+	@$(BIN)/opdflow study $(ARGS)
+
+quality estimators draws head: $(READY)
+	@$(BIN)/python benchmarks/$@.py $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

@@ -85,6 +85,7 @@ def rollout_batch(
             pa.array([None] * len(lengths), pa.bool_()),
             nest(ragged(token_ids, ones), lengths),
             nest(ragged(logprobs, ones), lengths),
+            empty_lists(lengths, np.uint16),
         ],
     )
 
@@ -99,6 +100,7 @@ def scored_batch(rollouts: pa.RecordBatch) -> pa.RecordBatch:
         [
             empty_lists(lengths, np.int32),
             nest(ragged(cached.values - np.float32(0.5), cached.lengths), lengths),
+            empty_lists(lengths, np.uint16),
             pa.array(["fake"] * len(lengths), pa.string()),
         ],
     )

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import PASS_TOKENS, Ragged, StepBatch, merge, sequences, split, token_versions
-from engine.config import Dense, Poisson, Sampled, TeacherTopK
+from engine.config import Dense, MultiSample, Poisson, Sampled, TeacherMultiSample, TeacherTopK
 from engine.prompts import Prompt, to_batch
 from engine.schema import ROLLOUT, SCORED, VERSION_RUNS, empty_lists, extend, nest, ragged
 from tests.engine.fakes import rollout_batch, scored_batch
@@ -40,12 +40,19 @@ KEPT = [[[70, 71], [], [72]], [[73, 74, 75]], [[], [76]]]
 VOCABULARY = 4
 
 
-def scored(ids, logprobs, teacher_ids, teacher_logprobs) -> pa.RecordBatch:
+def scored(
+    ids, logprobs, teacher_ids, teacher_logprobs, draws=None, teacher_draws=None
+) -> pa.RecordBatch:
+    uncounted = empty_lists([3, 1, 2], np.uint16)
     batch = sampled_batch().select(ROLLOUT.names)
-    columns = [batch[name] for name in ROLLOUT.names[:-2]]
-    cached = pa.RecordBatch.from_arrays([*columns, ids, logprobs], schema=ROLLOUT)
+    columns = [batch[name] for name in ROLLOUT.names[:-3]]
+    cached = pa.RecordBatch.from_arrays(
+        [*columns, ids, logprobs, draws or uncounted], schema=ROLLOUT
+    )
     teacher = pa.array(["t"] * 3, pa.string())
-    return extend(cached, SCORED, [teacher_ids, teacher_logprobs, teacher])
+    return extend(
+        cached, SCORED, [teacher_ids, teacher_logprobs, teacher_draws or uncounted, teacher]
+    )
 
 
 def lists(values, dtype) -> pa.ListArray:
@@ -57,9 +64,21 @@ def kept_logprobs(offset: float):
     return lists([[[-i / 100 - offset for i in t] for t in row] for row in KEPT], pa.float32())
 
 
+def kept_draws():
+    """Id 70 + i was drawn i + 1 times."""
+    return lists([[[i - 69 for i in t] for t in row] for row in KEPT], pa.uint16())
+
+
 def poisson_batch() -> pa.RecordBatch:
     nothing = empty_lists([3, 1, 2], np.int32)
     return scored(lists(KEPT, pa.int32()), kept_logprobs(0), nothing, kept_logprobs(1))
+
+
+def multi_sample_batch() -> pa.RecordBatch:
+    nothing = empty_lists([3, 1, 2], np.int32)
+    return scored(
+        lists(KEPT, pa.int32()), kept_logprobs(0), nothing, kept_logprobs(1), draws=kept_draws()
+    )
 
 
 def top_k_batch() -> pa.RecordBatch:
@@ -67,17 +86,28 @@ def top_k_batch() -> pa.RecordBatch:
     return scored(no_ids, no_logprobs, lists(KEPT, pa.int32()), kept_logprobs(1))
 
 
+def teacher_draws_batch() -> pa.RecordBatch:
+    no_ids, no_logprobs = empty_lists([3, 1, 2], np.int32), empty_lists([3, 1, 2], np.float32)
+    ids = lists(KEPT, pa.int32())
+    return scored(no_ids, no_logprobs, ids, kept_logprobs(1), teacher_draws=kept_draws())
+
+
+def dense_scores(vocabulary: int = VOCABULARY) -> pa.ListArray:
+    values = -np.arange(6 * vocabulary, dtype=np.float32)
+    return nest(ragged(values, [vocabulary] * 6), [3, 1, 2])
+
+
 def dense_batch(vocabulary: int = VOCABULARY) -> pa.RecordBatch:
     no_ids, no_logprobs = empty_lists([3, 1, 2], np.int32), empty_lists([3, 1, 2], np.float32)
-    values = -np.arange(6 * vocabulary, dtype=np.float32)
-    teacher = nest(ragged(values, [vocabulary] * 6), [3, 1, 2])
-    return scored(no_ids, no_logprobs, no_ids, teacher)
+    return scored(no_ids, no_logprobs, no_ids, dense_scores(vocabulary))
 
 
 CASES = {
     "sampled": (sampled_batch, Sampled()),
     "poisson": (poisson_batch, Poisson()),
+    "multi_sample": (multi_sample_batch, MultiSample()),
     "teacher_top_k": (top_k_batch, TeacherTopK()),
+    "teacher_multi_sample": (teacher_draws_batch, TeacherMultiSample()),
     "dense": (dense_batch, Dense()),
 }
 each_cache = pytest.mark.parametrize("case", CASES)
@@ -94,6 +124,7 @@ def assert_equal(one, other) -> None:
         for name, value in vars(a).items():
             assert torch.equal(value, vars(b)[name]), name
     assert torch.equal(one.fresh, other.fresh)
+    assert torch.equal(one.ages, other.ages)
 
 
 # The shift
@@ -203,6 +234,35 @@ def test_a_dense_cache_holds_the_vocabulary_and_no_ids():
     assert len(support.ids) == len(support.sampler_logprobs) == 0
 
 
+@pytest.mark.parametrize("case", ["multi_sample", "teacher_multi_sample"])
+def test_how_often_an_id_was_drawn_stays_with_the_id(case):
+    batch, cache = CASES[case][0](), CASES[case][1]
+    support = micro(batch, cache, [2, 1, 0]).support
+    assert support.ids.tolist() == [76, 73, 74, 75, 70, 71, 72]
+    assert support.draws.tolist() == [7, 4, 5, 6, 1, 2, 3]
+
+
+@pytest.mark.parametrize("case", ["sampled", "poisson", "teacher_top_k", "dense"])
+def test_a_cache_that_counts_no_draws_has_none(case):
+    batch, cache = CASES[case][0](), CASES[case][1]
+    assert len(micro(batch, cache, [0, 1, 2]).support.draws) == 0
+
+
+def test_rollouts_that_were_cached_sparsely_can_be_scored_densely():
+    # As for evaluation: what the sampler kept doesn't belong to the teacher's scores of all ids.
+    batch = scored(
+        lists(KEPT, pa.int32()),
+        kept_logprobs(0),
+        empty_lists([3, 1, 2], np.int32),
+        dense_scores(),
+        draws=kept_draws(),
+    )
+    support = micro(batch, Dense(), [0, 1, 2]).support
+    assert support.is_dense
+    assert len(support.ids) == len(support.sampler_logprobs) == len(support.draws) == 0
+    assert_equal(micro(batch, Dense(), [2, 0]), micro(dense_batch(), Dense(), [2, 0]))
+
+
 def test_a_dense_cache_of_another_vocabulary_is_refused():
     with pytest.raises(ValueError, match="all 4 ids"):
         StepBatch(dense_batch(vocabulary=3), Dense(), 5, ANY_AGE, VOCABULARY)
@@ -238,6 +298,7 @@ def test_tokens_beyond_the_bound_are_left_out_and_no_other(case, max_age, tokens
     part = step.micro(step.rows, CPU)
     assert part.support.token_ids.tolist() == tokens
     assert len(part.sequences.sources) == len(part.support) == len(part.fresh) == len(tokens)
+    assert part.ages.tolist() == step.ages[step.counted].tolist()
     whole = micro(batch, cache, [0, 1, 2])
     assert torch.equal(part.sequences.input_ids, whole.sequences.input_ids), "masked is still read"
     # What is left belongs to the same tokens as without a mask.
@@ -246,7 +307,7 @@ def test_tokens_beyond_the_bound_are_left_out_and_no_other(case, max_age, tokens
     for row, position in enumerate(kept):
         ours = slice(*part.support.offsets[row : row + 2].tolist())
         theirs = slice(*whole.support.offsets[position : position + 2].tolist())
-        for name in ("ids", "sampler_logprobs", "teacher_logprobs"):
+        for name in ("ids", "sampler_logprobs", "teacher_logprobs", "draws"):
             one, other = getattr(part.support, name)[ours], getattr(whole.support, name)[theirs]
             assert torch.equal(one, other), name
 
@@ -259,6 +320,33 @@ def test_only_tokens_of_age_zero_in_responses_of_one_version_are_fresh():
         *(False, False),
     ]
     assert not micro(sampled_batch(), Sampled(), [0, 1, 2], version=6).fresh.any()
+
+
+def test_ages_are_those_of_the_rows_own_tokens():
+    # Versions 4 4 5; 5; 3 5, in another order of the rows.
+    assert micro(sampled_batch(), Sampled(), [2, 0, 1]).ages.tolist() == [2, 0, 1, 1, 0, 0]
+    assert micro(sampled_batch(), Sampled(), [2, 0], max_age=1).ages.tolist() == [0, 1, 1, 0]
+
+
+# Entries of the whole step
+
+
+@pytest.mark.parametrize("max_age", [ANY_AGE, 1])
+@each_cache
+def test_a_value_for_each_entry_of_the_step_reaches_its_entry_in_any_micro_batch(case, max_age):
+    batch, cache = CASES[case][0](), CASES[case][1]
+    step = StepBatch(batch, cache, 5, max_age, VOCABULARY)
+    everything = batch["teacher_logprobs"].flatten().flatten().to_numpy()
+    assert step.entries == len(everything)
+    rows = [[2, 0], [1], [0, 1, 2]]
+    before = [step.micro(np.array(part), CPU) for part in rows]
+    step.set_proximal(everything - 10)
+    for part, plain in zip(rows, before, strict=True):
+        assert len(plain.support.proximal_logprobs) == 0, "nobody asked for it"
+        assert plain.support.teacher_logprobs.tolist() == everything[plain.entries].tolist()
+        support = step.micro(np.array(part), CPU).support
+        assert torch.equal(support.proximal_logprobs, plain.support.teacher_logprobs - 10)
+        assert torch.equal(support.teacher_logprobs, plain.support.teacher_logprobs)
 
 
 # Padding, micro-batches, slices

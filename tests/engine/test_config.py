@@ -6,14 +6,23 @@ import pytest
 from pydantic import ValidationError
 
 from engine.config import (
+    M2PO,
+    Clipped,
     ConfigError,
+    Decoupled,
     Dense,
     ForwardKL,
+    JensenShannon,
+    MultiSample,
     Poisson,
     ReverseKL,
     RunConfig,
     Sampled,
+    StudentTopK,
+    TeacherMultiSample,
     TeacherTopK,
+    TopKTail,
+    Unclipped,
     load,
     parse,
     valid_keys,
@@ -33,6 +42,7 @@ steps = 3
 """
 REQUIRED = ["student", "teacher", "prompts", "evaluation", "training"]
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments"
+RUNS = sorted(set(DEPLOYMENTS.glob("*.toml")) - {DEPLOYMENTS / "study.toml"})  # of many runs
 
 
 @pytest.fixture
@@ -63,7 +73,7 @@ def test_a_minimal_file_is_read_and_the_rest_is_default(file):
     assert config.estimator == ReverseKL(cache=Poisson())
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOYMENTS.glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_every_shipped_configuration_loads(path):
     # Paths are the user's, or the demo's to fill in.
     paths = ["student.model=s", "teacher.model=t", "prompts.path=p", "evaluation.path=e"]
@@ -254,26 +264,127 @@ def test_a_tracking_uri_may_hold_an_at_sign_behind_its_host(file):
             ["estimator.type=reverse_kl", 'estimator.cache={type = "poisson", n = 8}'],
             ReverseKL(cache=Poisson(n=8)),
         ),
+        (
+            ["estimator.type=reverse_kl", 'estimator.cache={type = "poisson", top_k = 4}'],
+            ReverseKL(cache=Poisson(top_k=4)),
+        ),
+        (
+            ["estimator.type=reverse_kl", 'estimator.cache={type = "multi_sample", n = 65535}'],
+            ReverseKL(cache=MultiSample(n=65535, distinct=False)),
+        ),
+        (
+            [
+                "estimator.type=reverse_kl",
+                'estimator.cache={type = "multi_sample", distinct = true}',
+            ],
+            ReverseKL(cache=MultiSample(n=64, distinct=True)),
+        ),
+        (
+            ["estimator.type=reverse_kl", 'estimator.cache={type = "student_top_k"}'],
+            ReverseKL(cache=StudentTopK(k=16, rest="bucket")),
+        ),
+        (
+            ["estimator.type=reverse_kl", 'estimator.cache={type = "top_k_tail", n = 8}'],
+            ReverseKL(cache=TopKTail(k=16, n=8, alpha=0.75)),
+        ),
+        (
+            ["estimator.type=forward_kl", 'estimator.cache={type = "teacher_multi_sample"}'],
+            ForwardKL(cache=TeacherMultiSample(n=64)),
+        ),
+        (["estimator.type=jsd"], JensenShannon(beta=0.5, cache=Poisson())),
+        (
+            ["estimator.type=jsd", "estimator.beta=0", 'estimator.cache={type = "teacher_top_k"}'],
+            JensenShannon(beta=0, cache=TeacherTopK()),
+        ),
     ],
 )
 def test_a_variant_is_chosen_by_its_type(file, overrides, estimator):
     assert load(file, overrides).estimator == estimator
 
 
+@pytest.mark.parametrize(
+    ("table", "stabiliser"),
+    [
+        (
+            '{type = "none", signal = "rollout", ratio = false}',
+            Unclipped(signal="rollout", ratio=False),
+        ),
+        ('{type = "clip"}', Clipped(signal="learner", eps=0.2)),
+        ('{type = "decoupled", cap = 3}', Decoupled(signal="learner", eps=0.2, cap=3)),
+        ('{type = "m2po", signal = "rollout"}', M2PO(signal="rollout", budget=0.01)),
+    ],
+)
+def test_a_stabiliser_is_chosen_by_its_type(file, table, stabiliser):
+    given = ["estimator.type=reverse_kl", f"estimator.stabiliser={table}"]
+    assert load(file, given).estimator == ReverseKL(stabiliser=stabiliser)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "says"),
+    [
+        (
+            {"cache": {"type": "student_top_k", "k": 1, "rest": "renormalise"}},
+            r'`estimator.cache\S* k = 1 .* nothing to learn; raise k, or set rest = "bucket"',
+        ),
+        *(
+            (
+                {"cache": {"type": cache}, "stabiliser": {"type": "clip"}},
+                rf"`estimator\S* the cache `{cache}` .* leave out estimator.stabiliser, or take a "
+                "cache that is drawn",
+            )
+            for cache in ("dense", "student_top_k")
+        ),
+        (
+            {"cache": {"type": "poisson", "max_ratio": 2.0}, "stabiliser": {"type": "m2po"}},
+            r"`estimator\S* estimator.cache.max_ratio and estimator.stabiliser .* set one of them",
+        ),
+        *(
+            (
+                {"type": "jsd", "beta": 0, "cache": {"type": cache}},
+                rf"`estimator\S* beta = 0 .* `{cache}` .* take teacher_top_k",
+            )
+            for cache in ("poisson", "student_top_k")
+        ),
+        *(
+            (
+                {"type": kind, "cache": {"type": cache, "n": 2**16}},
+                r"`estimator.cache.n`: .*less than 65536 \(got 65536\)",
+            )
+            for kind, cache in (
+                ("reverse_kl", "multi_sample"),
+                ("forward_kl", "teacher_multi_sample"),
+            )
+        ),
+    ],
+)
+def test_an_estimator_that_makes_no_sense_is_refused_with_what_to_do(estimator, says):
+    with pytest.raises(ConfigError, match=f"^run.toml: {says}"):
+        parse(minimal() | {"estimator": {"type": "reverse_kl"} | estimator}, "run.toml")
+
+
+def test_the_default_stabiliser_stands_beside_any_cache():
+    for cache in ({"type": "dense"}, {"type": "poisson", "max_ratio": 2.0}):
+        estimator = {"type": "reverse_kl", "cache": cache, "stabiliser": {"type": "none"}}
+        loaded = parse(minimal() | {"estimator": estimator}, "run.toml").estimator
+        assert loaded.stabiliser == Unclipped()
+
+
 def test_a_variant_takes_no_key_of_another(file):
     given = ["estimator.type=reverse_kl", 'estimator.cache={type = "sampled", n = 8}']
-    with pytest.raises(ConfigError, match=r"unknown key `estimator.cache.n`"):
+    with pytest.raises(ConfigError, match=r"`estimator.cache.n` is a key of another type"):
         load(file, given)
 
 
 def test_a_cache_that_an_estimator_does_not_work_with_is_refused(file):
     given = ["estimator.type=forward_kl", 'estimator.cache={type = "poisson"}']
-    with pytest.raises(ConfigError, match=r"`estimator.cache`: .*'teacher_top_k', 'dense'"):
+    with pytest.raises(
+        ConfigError, match=r"`estimator.cache`: .*'teacher_top_k', 'teacher_multi_sample', 'dense'"
+    ):
         load(file, given)
 
 
 def test_an_unknown_variant_is_refused_with_the_known_ones(file):
-    with pytest.raises(ConfigError, match=r"`estimator`: .*'reverse_kl', 'forward_kl'"):
+    with pytest.raises(ConfigError, match=r"`estimator`: .*'reverse_kl', 'forward_kl', 'jsd'"):
         load(file, ["estimator.type=jensen_shannon"])
 
 

@@ -12,8 +12,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.config import Dense, ForwardKL, Poisson, ReverseKL, Sampled, TeacherTopK
+from engine.config import (
+    M2PO,
+    Clipped,
+    Decoupled,
+    Dense,
+    ForwardKL,
+    JensenShannon,
+    MultiSample,
+    Poisson,
+    ReverseKL,
+    Sampled,
+    StudentTopK,
+    TeacherMultiSample,
+    TeacherTopK,
+    TopKTail,
+    Unclipped,
+)
 from engine.learner import LearnerWorker
+from engine.metrics import by_age, checked
 from engine.models import Language
 from engine.rollout import RolloutWorker
 from engine.schema import SCORED, describe, validate
@@ -36,14 +53,53 @@ TOKENS = sum(map(len, RESPONSES))
 
 SAMPLED, POISSON, DENSE = (ReverseKL(cache=cache) for cache in (Sampled(), Poisson(n=16), Dense()))
 TOP_K, FORWARD_DENSE = ForwardKL(cache=TeacherTopK(k=5)), ForwardKL(cache=Dense())
-ESTIMATORS = [SAMPLED, POISSON, DENSE, TOP_K, FORWARD_DENSE]
+MULTI, TAIL = ReverseKL(cache=MultiSample(n=8)), ReverseKL(cache=TopKTail(k=4))
+STUDENT_TOP_K = ReverseKL(cache=StudentTopK(k=5))
+TEACHER_DRAWS = ForwardKL(cache=TeacherMultiSample(n=8))
+# Each way from the Arrow columns to a loss.
+ESTIMATORS = [
+    SAMPLED,
+    MULTI,
+    POISSON,
+    TAIL,
+    DENSE,
+    STUDENT_TOP_K,
+    TOP_K,
+    TEACHER_DRAWS,
+    FORWARD_DENSE,
+]
+# What is the same to the learner, and another formula.
+OTHERS = [
+    ReverseKL(cache=MultiSample(n=8, distinct=True)),
+    ReverseKL(cache=Poisson(n=16, top_k=3)),
+    ReverseKL(cache=TopKTail(k=4, n=8)),
+    ReverseKL(cache=StudentTopK(k=5, rest="renormalise")),
+    JensenShannon(cache=Poisson(n=16)),
+    JensenShannon(cache=StudentTopK(k=5)),
+    JensenShannon(cache=TeacherTopK(k=5)),
+    JensenShannon(cache=Dense()),
+    ReverseKL(cache=Sampled(), stabiliser=Unclipped(signal="rollout", ratio=False)),
+    ReverseKL(cache=MultiSample(n=8), stabiliser=Clipped()),
+]
+DECOUPLED, M2PO_ = (
+    ReverseKL(cache=MultiSample(n=8), stabiliser=stabiliser)
+    for stabiliser in (Decoupled(eps=0.05, cap=1.3), M2PO(budget=0.003))
+)
+# They look at a whole step before they train on it.
+LOOKING_AHEAD = [DECOUPLED, M2PO_]
 
 
 def name_of(estimator) -> str:
-    return f"{estimator.type}-{estimator.cache.type}"
+    name = f"{estimator.type}-{estimator.cache.type}"
+    stabiliser = getattr(estimator, "stabiliser", Unclipped())
+    return name if stabiliser == Unclipped() else f"{name}-{stabiliser.type}"
 
 
-each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=name_of)
+def each(estimators):
+    return pytest.mark.parametrize("estimator", estimators, ids=name_of)
+
+
+each_estimator = each(ESTIMATORS)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +110,18 @@ def student(tiny_student) -> Language:
 @pytest.fixture(scope="module")
 def teacher(tiny_teacher) -> Language:
     return language(tiny_teacher)
+
+
+@pytest.fixture(scope="module")
+def stale(tiny_student) -> Language:
+    """The student some updates ago: near it, but not the same."""
+    model = language(tiny_student)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.05 * parameter.std() * noise)
+    return model
 
 
 @pytest.fixture
@@ -139,14 +207,29 @@ def _naive_loss(estimator, row, t: int, log_p: Tensor, log_q: Tensor) -> Tensor:
             rest_q, rest_p = 1 - log_q.exp().sum(), 1 - log_p[ids].exp().sum()
             inside = (log_q.exp() * (log_q - log_p[ids])).sum()
             return inside + rest_q * (rest_q.log() - rest_p.log())
+        case ForwardKL(cache=TeacherMultiSample(n=n)):
+            ids, draws = row["teacher_ids"][t], torch.tensor(row["teacher_draws"][t])
+            return (draws / n * (log_q - log_p[ids])).sum()
+        case ReverseKL(cache=StudentTopK()):
+            ids = row["cache_ids"][t]
+            rest_p, rest_q = 1 - log_p[ids].exp().sum(), 1 - log_q.exp().sum()
+            inside = (log_p[ids].exp() * (log_p[ids] - log_q)).sum()
+            return inside + rest_p * (rest_p.log() - rest_q.log())
         case ReverseKL(cache=cache):
             ids = row["cache_ids"][t]
-            log_p_old = torch.tensor(row["cache_logprobs"][t])
-            pi = log_p_old.exp()
-            if isinstance(cache, Poisson):
-                pi = (cache.n * pi).pow(cache.alpha).clamp(max=1)
+            p_old = torch.tensor(row["cache_logprobs"][t]).exp()
+            draws = torch.tensor(row["cache_draws"][t])
+            match cache:
+                case Sampled():
+                    weight = 1 / p_old
+                case MultiSample(n=n):
+                    weight = draws / (n * p_old)
+                case Poisson(n=n, alpha=alpha):
+                    weight = 1 / (n * p_old).pow(alpha).clamp(max=1)
+                case TopKTail():
+                    weight = torch.where(draws == 1, 1 / p_old, 1)
             p = log_p[ids]
-            return -(p.exp() / pi * (log_q - p.detach())).sum()
+            return -(p.exp() * weight * (log_q - p.detach())).sum()
 
 
 # The gradient
@@ -171,6 +254,28 @@ def test_the_split_into_micro_batches_does_not_change_it(make, student, teacher,
     for budget in (1, 50, 80):
         parts = step_gradient(make, batch, estimator=estimator, training={"micro_tokens": budget})
         assert relative(parts, whole) < 1e-6
+
+
+@each(LOOKING_AHEAD)
+def test_a_stabiliser_looks_at_a_whole_step_whatever_its_split_into_micro_batches(
+    make, stale, teacher, estimator
+):
+    batch = scored(stale, teacher, estimator)
+    ends, gradients = [], []
+    for budget in (1, 50, 100_000):
+        learner = make(
+            estimator=estimator,
+            training={"micro_tokens": budget, "mini_batches": 2, "passes": 2},
+            optimizer={"type": "muon", "lr": 1e-9, "matrix_lr": 0.01, "warmup_steps": 0},
+        )
+        start = flat(make.model)
+        _, report = learner.step([batch], ROWS)
+        assert 0.02 < report.metrics["policy/clipped_share"] < 0.9, "it has work to do"
+        ends.append(flat(make.model) - start)
+        gradients.append(gradient(make.model))
+    for end, grad in zip(ends[:2], gradients[:2], strict=True):
+        assert relative(end, ends[2]) < 1e-3
+        assert relative(grad, gradients[2]) < 1e-3
 
 
 def test_the_split_into_micro_batches_does_not_change_the_weights(make, student, teacher):
@@ -229,6 +334,54 @@ def test_only_positions_that_predict_a_response_token_get_a_gradient(make, teach
             assert bool(grad.any()) == (position in predicting)
 
 
+def naive_decoupled(
+    at: Language, proximal: Language, batch: pa.RecordBatch, stabiliser: Decoupled
+) -> Tensor:
+    """Gradient at a model, of which the step began as another."""
+    losses = []
+    for row in batch.to_pylist():
+        ids, last = [*row["prompt_ids"], *row["response_ids"]], len(row["prompt_ids"]) - 1
+        now = next_logprobs(at.model, ids, at.vocabulary)
+        with torch.no_grad():
+            then = next_logprobs(proximal.model, ids, at.vocabulary)
+        for t, token in enumerate(row["response_ids"]):
+            log_p, log_start = now[last + t, token], then[last + t, token]
+            held = (log_start - row["sampler_logprobs"][t]).exp()
+            signal = row["teacher_logprobs"][t][0] - log_p.detach()
+            ratio = (log_p - log_start).exp()
+            clipped = ratio.clamp(1 - stabiliser.eps, 1 + stabiliser.eps)
+            objective = torch.minimum(ratio * signal, clipped * signal)
+            losses.append(-held * objective if held <= stabiliser.cap else 0 * log_p)
+    grads = torch.autograd.grad(torch.stack(losses).mean(), list(at.model.parameters()))
+    return torch.cat([g.flatten() for g in grads])
+
+
+def test_the_decoupled_ratio_is_taken_to_the_policy_at_the_steps_start(
+    make, student, stale, teacher
+):
+    stabiliser = Decoupled(eps=0.05, cap=1.3)
+    estimator = ReverseKL(cache=Sampled(), stabiliser=stabiliser)
+    batch = scored(stale, teacher, estimator)
+    settings = {"optimizer": {"lr": 1e-3}, "training": {"micro_tokens": 50}}
+    make(estimator, **settings).step([batch], ROWS)
+    between = make.model  # after the first of the two updates
+    settings["training"] |= {"passes": 2}
+    make(estimator, **settings).step([batch], ROWS)
+    second = gradient(make.model)
+    assert relative(second, naive_decoupled(between, student, batch, stabiliser)) < 1e-4
+    others = {"the last update": between, "the sampler": stale}
+    for other in others.values():
+        assert relative(second, naive_decoupled(between, other, batch, stabiliser)) > 0.05
+    # In the next step, it is the policy that this step ended with.
+    learner = make(estimator, **settings)
+    learner.step([batch], ROWS)
+    start = language_like(make.model)
+    learner.version = 0  # the same ages again, and the same rate
+    learner.step([batch], ROWS)
+    assert relative(gradient(make.model), second) > 0.05
+    del start
+
+
 # Ratio and divergence
 
 
@@ -272,7 +425,7 @@ def test_dropout_in_a_models_configuration_does_not_reach_the_learner(
     assert report.metrics["policy/ratio_deviation"] < 1e-3
 
 
-@each_estimator
+@each([e for e in [*ESTIMATORS, *OTHERS, *LOOKING_AHEAD] if e != TEACHER_DRAWS])  # noise: it draws
 def test_a_student_that_is_its_teacher_gets_no_gradient(make, student, estimator):
     batch = scored(student, student, estimator)
     learner = make(estimator)
@@ -344,6 +497,47 @@ def test_tokens_beyond_the_bound_contribute_nothing(
     assert report.metrics["staleness/max_age"] == 1
 
 
+def test_how_far_tokens_are_left_behind_is_told_for_each_age(make, student, stale, teacher):
+    runs = [[(2, 3), (5, 6)], [(5, 1)], [(1, 2)], [(1, 10), (3, 4), (4, 5), (5, 5)], [(4, 5)]]
+    cap = 0.5
+    estimator = ReverseKL(cache=Poisson(n=16, max_ratio=cap))
+    batch = scored(stale, teacher, estimator, runs=runs)
+    tokens: dict[int, list[tuple]] = {}
+    for row in batch.to_pylist():
+        true = logprobs_of(
+            student.model, row["prompt_ids"], row["response_ids"], student.vocabulary, 1.0
+        ).numpy()
+        ages = [5 - run["version"] for run in row["version_runs"] for _ in range(run["length"])]
+        for t, token in enumerate(row["response_ids"]):
+            p = np.exp(true[t, row["cache_ids"][t]])
+            pi = np.minimum(1, (16 * np.exp(row["cache_logprobs"][t])) ** 0.75)
+            ratio = np.exp(true[t, token] - row["sampler_logprobs"][t])
+            tokens.setdefault(ages[t], []).append((ratio, sum(p / pi > cap), len(p), 1 - sum(p)))
+    del tokens[4]  # beyond the bound
+    assert sorted(tokens) == [0, 1, 2, 3]
+
+    learner = make(estimator, staleness={"max": 3}, training={"mini_batches": 2, "passes": 2})
+    learner.version = 5
+    # The first pass begins with all the same weights only if no update comes in between.
+    _, report = make_still(learner).step([batch], ROWS)
+    expected = {}
+    groups = {None: [x for group in tokens.values() for x in group]} | tokens
+    for age, group in groups.items():
+        r, clipped, kept, tail = np.array(group).T
+        values = {
+            "policy/effective_sample": r.sum() ** 2 / (len(r) * (r**2).sum()),
+            "policy/ratio_q05": np.quantile(r, 0.05),
+            "policy/ratio_q95": np.quantile(r, 0.95),
+            "policy/clipped_share": clipped.sum() / kept.sum(),
+            "cache/tail_mass": tail.mean(),
+        }
+        expected |= {n if age is None else by_age(n, age): v for n, v in values.items()}
+    names = {name for name in checked(report.metrics) if "/age_" in name} | set(values)
+    assert {n: report.metrics[n] for n in names} == pytest.approx(expected, abs=1e-4)
+    assert report.metrics["policy/clipped_share"] > 0
+    assert len({round(v, 3) for n, v in expected.items() if "q95" in n}) == 5, "each its own"
+
+
 def test_nothing_that_a_masked_token_carries_reaches_the_loss(make, student, teacher):
     batch, counted = aged(student, teacher)
     rows = batch["teacher_logprobs"].to_pylist()
@@ -361,7 +555,7 @@ def test_nothing_that_a_masked_token_carries_reaches_the_loss(make, student, tea
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@each_estimator
+@each([*ESTIMATORS, *LOOKING_AHEAD])
 def test_a_batch_that_is_masked_altogether_moves_nothing(
     make, student, teacher, estimator, optimizer
 ):
@@ -381,7 +575,7 @@ def test_a_batch_that_is_masked_altogether_moves_nothing(
 # Updates
 
 
-@each_estimator
+@each([*ESTIMATORS, *OTHERS, *LOOKING_AHEAD])
 def test_a_step_trains_and_makes_the_next_version(make, student, teacher, estimator):
     batch = scored(student, teacher, estimator)
     learner = make(estimator)

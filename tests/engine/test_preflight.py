@@ -219,9 +219,18 @@ def test_a_run_whose_every_prompt_is_evaluated_on_is_refused(config, tmp_path):
 # The rest
 
 
-def test_a_teacher_top_k_beyond_the_vocabulary_is_refused(config, tiny_tokenizer):
+@pytest.mark.parametrize(
+    ("estimator", "cache"),
+    [
+        ("forward_kl", "teacher_top_k"),
+        ("reverse_kl", "student_top_k"),
+        ("jsd", "student_top_k"),
+        ("reverse_kl", "top_k_tail"),
+    ],
+)
+def test_a_top_k_beyond_the_vocabulary_is_refused(config, tiny_tokenizer, estimator, cache):
     def top(k: int) -> RunConfig:
-        return config(estimator={"type": "forward_kl", "cache": {"type": "teacher_top_k", "k": k}})
+        return config(estimator={"type": estimator, "cache": {"type": cache, "k": k}})
 
     check(top(58))
     message = refused(top(59))

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from engine.backends import Decoded, Request
-from engine.config import Dense, Poisson, Sampled, TeacherTopK
+from engine.config import (
+    Dense,
+    MultiSample,
+    Poisson,
+    Sampled,
+    StudentTopK,
+    TeacherMultiSample,
+    TeacherTopK,
+    TopKTail,
+)
 from engine.models import Language
 from engine.rollout import SLICE_SECONDS, RolloutWorker
 from engine.schema import ROLLOUT, describe, validate
@@ -291,34 +300,135 @@ def test_the_poisson_cache_holds_ids_of_the_tokens_own_distribution(student, tem
     assert kept > 0
 
 
-def test_ids_of_the_poisson_cache_are_kept_as_often_as_their_probability_says():
-    class Constant(ScriptedSampler):
-        @staticmethod
-        def logprobs(ticket: int, position: int, version: int) -> torch.Tensor:
-            return ScriptedSampler.logprobs(0, 0, 0)
+class ConstantSampler(ScriptedSampler):
+    """Always the same distribution, P."""
 
-    count, n, alpha = 4_000, 4, 0.75
-    sampler = Constant({ticket: [5] * 100 for ticket in range(40)}, slots=40)
-    batch, _ = worker_of(sampler, Poisson(n=n, alpha=alpha)).generate(prompts(*range(40)))
-    ids = np.concatenate([ids for row in batch.to_pylist() for ids in row["cache_ids"]])
-    p = ScriptedSampler.logprobs(0, 0, 0).exp().numpy()
-    inclusion = np.minimum(1, (n * p) ** alpha)
-    frequencies = np.bincount(ids.astype(int), minlength=V) / count
-    allowed = 5 * np.sqrt(inclusion * (1 - inclusion) / count) + 1e-6
+    @staticmethod
+    def logprobs(ticket: int, position: int, version: int) -> torch.Tensor:
+        return ScriptedSampler.logprobs(0, 0, 0)
+
+
+P = ScriptedSampler.logprobs(0, 0, 0).exp().numpy()
+COUNT = 4_000
+
+
+def constant(cache, token: int = 5) -> list[dict]:
+    """Responses with COUNT tokens in all, each this one, of the distribution P."""
+    sampler = ConstantSampler({ticket: [token] * 100 for ticket in range(40)}, slots=40)
+    batch, _ = worker_of(sampler, cache).generate(prompts(*range(40)))
+    return batch.to_pylist()
+
+
+def test_ids_of_the_poisson_cache_are_kept_as_often_as_their_probability_says():
+    n, alpha = 4, 0.75
+    ids = [
+        i for row in constant(Poisson(n=n, alpha=alpha)) for ids in row["cache_ids"] for i in ids
+    ]
+    inclusion = np.minimum(1, (n * P) ** alpha)
+    frequencies = np.bincount(ids, minlength=V) / COUNT
+    allowed = 5 * np.sqrt(inclusion * (1 - inclusion) / COUNT) + 1e-6
     assert np.all(np.abs(frequencies - inclusion) <= allowed)
+
+
+def test_a_poisson_cache_begins_with_the_likeliest_ids_where_they_are_forced(student):
+    # Without force, 2 coins of 4 ids would fall on no in nearly every token.
+    beyond = 0
+    for row in generated(student, Poisson(n=2, alpha=1.0, top_k=4)):
+        for ids, logprobs, expected in zip(
+            row["cache_ids"], row["cache_logprobs"], truth(student, row), strict=True
+        ):
+            assert set(ids[:4]) == set(np.argsort(-expected)[:4])
+            assert len(set(ids)) == len(ids)
+            np.testing.assert_allclose(logprobs, expected[ids], atol=1e-4)
+            beyond += len(ids) - 4
+        assert row["cache_draws"] == [[] for _ in row["response_ids"]]
+    assert beyond > 0, "the others keep their coins"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("n", [1, 8])
+def test_the_multi_sample_cache_counts_n_draws_and_the_emitted_token_is_one(
+    student, n, temperature
+):
+    for row in generated(student, MultiSample(n=n), temperature):
+        columns = (row["response_ids"], row["cache_ids"], row["cache_draws"], row["cache_logprobs"])
+        tokens = zip(*columns, truth(student, row, temperature), strict=True)
+        for token, ids, draws, logprobs, expected in tokens:
+            assert token in ids
+            assert len(set(ids)) == len(ids) == len(draws)
+            assert min(draws) > 0
+            assert sum(draws) == n
+            np.testing.assert_allclose(logprobs, expected[ids], atol=1e-4)
+
+
+def test_ids_of_the_multi_sample_cache_are_drawn_as_often_as_their_probability_says():
+    n = 8
+    drawn = np.zeros(V)
+    for row in constant(MultiSample(n=n)):
+        for ids, draws in zip(row["cache_ids"], row["cache_draws"], strict=True):
+            drawn[ids] += draws
+    drawn[5] -= COUNT  # emitted each time, and not by chance
+    size = (n - 1) * COUNT
+    assert np.all(np.abs(drawn - size * P) <= 5 * np.sqrt(size * P * (1 - P)))
+
+
+def test_the_student_top_k_cache_holds_its_likeliest_ids(student):
+    for row in generated(student, StudentTopK(k=4), temperature=0.7):
+        for ids, logprobs, expected in zip(
+            row["cache_ids"], row["cache_logprobs"], truth(student, row, 0.7), strict=True
+        ):
+            assert len(ids) == 4
+            assert set(ids) == set(np.argsort(-expected)[:4])
+            np.testing.assert_allclose(logprobs, expected[ids], atol=1e-4)
+        assert row["cache_draws"] == [[] for _ in row["response_ids"]]
+
+
+def test_the_tail_of_the_top_is_the_emitted_token_where_it_lies_outside():
+    script = {0: [3, 4, 5, 6, 7, 8, 9, 10], 1: [10, 9, 8, STOP], 2: [STOP]}
+    batch, _ = worker_of(ScriptedSampler(script), TopKTail(k=3)).generate(prompts(0, 1, 2))
+    outside = 0
+    for row in validate(batch, ROLLOUT).to_pylist():
+        for t, token in enumerate(row["response_ids"]):
+            logprobs = ScriptedSampler.logprobs(row["ticket"], t, 0)
+            ids = logprobs.argsort(descending=True)[:3].tolist()
+            tail = [] if token in ids else [token]
+            outside += len(tail)
+            assert row["cache_ids"][t] == ids + tail
+            assert row["cache_draws"][t] == [0] * 3 + [1] * len(tail)
+            assert row["cache_logprobs"][t] == logprobs[ids + tail].tolist()
+    assert 0 < outside < 13, "of the 13 tokens some are inside, some outside"
+
+
+def test_a_thinned_top_may_keep_nothing_of_a_token_and_stays_aligned():
+    empty = 0
+    top = set(np.argsort(-P)[:3])
+    for row in constant(TopKTail(k=3, n=1, alpha=1.0), token=int(P.argmax())):
+        assert len(row["cache_ids"]) == len(row["cache_draws"]) == 100
+        for ids, draws, logprobs in zip(
+            row["cache_ids"], row["cache_draws"], row["cache_logprobs"], strict=True
+        ):
+            assert set(ids) <= top
+            assert draws == [0] * len(ids)
+            np.testing.assert_allclose(logprobs, np.log(P)[ids], atol=1e-5)
+            empty += not ids
+    assert empty > 0.4 * COUNT  # 0.47 by the coins of three ids
 
 
 def test_the_sampled_cache_holds_the_emitted_tokens(student):
     for row in generated(student, Sampled()):
         assert row["cache_ids"] == [[token] for token in row["response_ids"]]
+        assert row["cache_draws"] == [[] for _ in row["response_ids"]]
         assert row["cache_logprobs"] == [[logprob] for logprob in row["sampler_logprobs"]]
 
 
-@pytest.mark.parametrize("cache", [TeacherTopK(k=4), Dense()], ids=lambda cache: cache.type)
+@pytest.mark.parametrize(
+    "cache", [TeacherTopK(k=4), TeacherMultiSample(n=4), Dense()], ids=lambda cache: cache.type
+)
 def test_where_the_teacher_chooses_the_sampler_caches_nothing(student, cache):
     for row in generated(student, cache):
         assert row["cache_ids"] == [[] for _ in row["response_ids"]]
         assert row["cache_logprobs"] == [[] for _ in row["response_ids"]]
+        assert row["cache_draws"] == [[] for _ in row["response_ids"]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

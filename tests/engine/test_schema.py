@@ -74,21 +74,25 @@ def test_a_column_of_another_type_or_name_is_refused():
 WRONG = [3, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["sampler_logprobs", "cache_ids", "cache_logprobs"])
+@pytest.mark.parametrize("name", ["sampler_logprobs", "cache_ids", "cache_logprobs", "cache_draws"])
 def test_a_rollout_column_without_one_entry_for_each_token_is_refused(name):
     batch = rollouts()
     column = {
         "sampler_logprobs": ragged(np.zeros(6, np.float32), WRONG),
         "cache_ids": empty_lists(WRONG, np.int32),
         "cache_logprobs": empty_lists(WRONG, np.float32),
+        "cache_draws": empty_lists(WRONG, np.uint16),
     }[name]
     with pytest.raises(SchemaError, match=f"column {name} doesn't have one entry"):
         validate(replaced(batch, name, column), ROLLOUT)
 
 
-@pytest.mark.parametrize("name", ["teacher_ids", "teacher_logprobs"])
-def test_a_teacher_column_without_one_entry_for_each_token_is_refused(name):
-    column = empty_lists(WRONG, np.int32 if name == "teacher_ids" else np.float32)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("teacher_ids", np.int32), ("teacher_logprobs", np.float32), ("teacher_draws", np.uint16)],
+)
+def test_a_teacher_column_without_one_entry_for_each_token_is_refused(name, dtype):
+    column = empty_lists(WRONG, dtype)
     with pytest.raises(SchemaError, match=f"column {name} doesn't have one entry"):
         validate(replaced(scored_batch(rollouts()), name, column), SCORED)
 
@@ -118,6 +122,7 @@ def test_extend_validates_what_it_makes():
             [
                 empty_lists([3, 1, 2], np.int32),
                 empty_lists(WRONG, np.float32),
+                empty_lists([3, 1, 2], np.uint16),
                 pa.array(["t"] * 3, pa.string()),
             ],
         )

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from engine.config import Dense, Poisson, Sampled, TeacherTopK
+from engine.config import Dense, MultiSample, Poisson, Sampled, TeacherMultiSample, TeacherTopK
 from engine.learner import LearnerWorker
 from engine.models import Language
 from engine.schema import ROLLOUT, SCORED, validate
@@ -22,7 +22,7 @@ from tests.engine.tiny import (
 
 PROMPTS = [random_ids(length, length, 50) for length in (3, 30, 1, 12, 7)]
 RESPONSES = [random_ids(length, 90 + length, 50) for length in (9, 1, 2, 24, 5)]
-CACHES = [Sampled(), Poisson(n=16), TeacherTopK(k=5), Dense()]
+CACHES = [Sampled(), MultiSample(n=8), Poisson(n=16), TeacherTopK(k=5), Dense()]
 
 each_cache = pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.type)
 
@@ -62,10 +62,10 @@ def assert_same_scores(some: list[dict], others: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("cache", [Sampled(), Poisson(n=16)], ids=lambda cache: cache.type)
+@pytest.mark.parametrize("cache", CACHES[:3], ids=lambda cache: cache.type)
 def test_scores_at_given_ids_are_a_full_forward_passs(teacher, rollouts, cache, temperature):
     for row in scored(teacher, rollouts[cache], cache, temperature):
-        assert row["teacher_ids"] == [[] for _ in row["response_ids"]]
+        assert row["teacher_ids"] == row["teacher_draws"] == [[] for _ in row["response_ids"]]
         columns = (row["cache_ids"], row["teacher_logprobs"], truth(teacher, row, temperature))
         for ids, logprobs, expected in zip(*columns, strict=True):
             np.testing.assert_allclose(logprobs, expected[ids], atol=1e-5)
@@ -88,6 +88,62 @@ def test_dense_scores_are_the_whole_vocabulary_without_padded_ids(teacher, rollo
             row["teacher_logprobs"], truth(teacher, row, temperature), atol=1e-5
         )
         assert len(row["teacher_logprobs"][0]) == teacher.vocabulary
+
+
+# The teacher's draws
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_teachers_draws_come_with_its_own_scores_for_any_token_budget(
+    student, teacher, temperature
+):
+    cache = TeacherMultiSample(n=16)
+    batch = rollout_batch(student, PROMPTS, RESPONSES, cache)
+    for budget in (1, 40, 4096):
+        rows = scored(teacher, batch, cache, temperature, budget)
+        assert [len(row["teacher_draws"]) for row in rows] == [len(ids) for ids in RESPONSES]
+        for row in rows:
+            columns = (row["teacher_ids"], row["teacher_draws"], row["teacher_logprobs"])
+            tokens = zip(*columns, truth(teacher, row, temperature), strict=True)
+            for ids, draws, logprobs, expected in tokens:
+                assert len(set(ids)) == len(ids) == len(draws)
+                assert min(draws) > 0
+                assert sum(draws) == 16
+                np.testing.assert_allclose(logprobs, expected[ids], atol=1e-5)
+
+
+def test_the_teachers_draws_come_as_often_as_its_probabilities_say(student, teacher):
+    n = 2**16 - 1  # the most that can be counted
+    cache = TeacherMultiSample(n=n)
+    batch = rollout_batch(student, [PROMPTS[1]], [RESPONSES[2]], cache)
+    (row,) = scored(teacher, batch, cache, temperature=0.7)
+    q = np.exp(truth(teacher, row, temperature=0.7).astype(float))
+    for ids, draws, expected in zip(row["teacher_ids"], row["teacher_draws"], q, strict=True):
+        counts = np.zeros(teacher.vocabulary)
+        counts[ids] = draws
+        allowed = 5 * np.sqrt(n * expected * (1 - expected)) + 1
+        assert np.all(np.abs(counts - n * expected) <= allowed)
+    assert np.abs(n * (q[0] - q[1])).max() > 1000, "draws of another token would be found out"
+
+
+def test_the_teachers_draws_are_new_at_each_token_and_in_each_pass_and_repeat_with_its_seed(
+    student, teacher
+):
+    cache = TeacherMultiSample(n=64)
+    twice = rollout_batch(student, [PROMPTS[0]] * 2, [RESPONSES[0]] * 2, cache)
+
+    def draws(seed: int, budget: int) -> list:
+        batch, _ = TeacherWorker(teacher, 1.0, budget, seed).score([twice], cache)
+        return batch["teacher_draws"].to_pylist()
+
+    for budget in (1, 4096):
+        one, other = draws(0, budget)
+        assert one != other, "the same tokens, drawn for twice"
+        assert draws(0, budget) == [one, other]
+        assert draws(1, budget) != [one, other]
+
+
+# Micro-batches, rows, batches
 
 
 @each_cache
