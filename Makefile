@@ -14,8 +14,17 @@ test: lint
 study: $(READY)
 	@$(BIN)/opdflow study $(ARGS)
 
-quality estimators draws head: $(READY)
-	@$(BIN)/python benchmarks/$@.py $(ARGS)
+quality: $(READY)
+	@$(BIN)/python benchmarks/quality.py $(ARGS)
+
+estimators: $(READY)
+	@$(BIN)/python benchmarks/estimators.py $(ARGS)
+
+draws: $(READY)
+	@$(BIN)/python benchmarks/draws.py $(ARGS)
+
+head: $(READY)
+	@$(BIN)/python benchmarks/head.py $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

@@ -53,7 +53,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.config import Dense, Estimator, ForwardKL, Poisson, ReverseKL, TeacherTopK
 from engine.estimators import Loss, loss_of
-from engine.head import chunked_loss, positions_per_chunk
+from engine.head import Head, chunked_loss, positions_per_chunk
 from engine.support import Support
 
 MIB = 2**20
@@ -164,7 +164,7 @@ def checkpointed(case: Case, hidden: Tensor) -> Tensor:
 
 
 def ours(case: Case, hidden: Tensor) -> Tensor:
-    arguments = (hidden, case.head, case.loss, case.support)
+    arguments = (hidden, Head(case.head), case.loss, case.support)
     settings = {"vocabulary": case.vocabulary, "temperature": 1.0, "chunk": case.chunk}
     return chunked_loss(*arguments, **settings)[0]
 

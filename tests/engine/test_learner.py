@@ -38,6 +38,7 @@ from engine.scoring import TeacherWorker
 from engine.weights import load_into
 from tests.engine.tiny import (
     language,
+    logprobs_of,
     next_logprobs,
     prompt_batch,
     random_ids,
@@ -372,14 +373,6 @@ def test_the_decoupled_ratio_is_taken_to_the_policy_at_the_steps_start(
     others = {"the last update": between, "the sampler": stale}
     for other in others.values():
         assert relative(second, naive_decoupled(between, other, batch, stabiliser)) > 0.05
-    # In the next step, it is the policy that this step ended with.
-    learner = make(estimator, **settings)
-    learner.step([batch], ROWS)
-    start = language_like(make.model)
-    learner.version = 0  # the same ages again, and the same rate
-    learner.step([batch], ROWS)
-    assert relative(gradient(make.model), second) > 0.05
-    del start
 
 
 # Ratio and divergence
@@ -499,7 +492,7 @@ def test_tokens_beyond_the_bound_contribute_nothing(
 
 def test_how_far_tokens_are_left_behind_is_told_for_each_age(make, student, stale, teacher):
     runs = [[(2, 3), (5, 6)], [(5, 1)], [(1, 2)], [(1, 10), (3, 4), (4, 5), (5, 5)], [(4, 5)]]
-    cap = 0.5
+    cap = 0.05
     estimator = ReverseKL(cache=Poisson(n=16, max_ratio=cap))
     batch = scored(stale, teacher, estimator, runs=runs)
     tokens: dict[int, list[tuple]] = {}
@@ -516,10 +509,9 @@ def test_how_far_tokens_are_left_behind_is_told_for_each_age(make, student, stal
     del tokens[4]  # beyond the bound
     assert sorted(tokens) == [0, 1, 2, 3]
 
-    learner = make(estimator, staleness={"max": 3}, training={"mini_batches": 2, "passes": 2})
+    learner = make(estimator, staleness={"max": 3}, training={"passes": 2})
     learner.version = 5
-    # The first pass begins with all the same weights only if no update comes in between.
-    _, report = make_still(learner).step([batch], ROWS)
+    _, report = learner.step([batch], ROWS)
     expected = {}
     groups = {None: [x for group in tokens.values() for x in group]} | tokens
     for age, group in groups.items():
