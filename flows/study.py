@@ -30,6 +30,8 @@ DEFAULT = Path(__file__).parent.parent / "deployments" / "study.toml"
 # Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom.
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
+WIDTH = 120  # of the tables, also where no terminal says how wide it is
+
 ROW = pa.schema(
     [
         ("cell", pa.string()),  # digest of all that the cell depends on
@@ -141,17 +143,17 @@ def show(table: pa.Table, study: StudyConfig, console: Console) -> None:
     """Accuracy and divergence by estimator and staleness."""
     for column, title in (("accuracy", "held-out accuracy"), ("kl", "held-out KL, nats/token")):
         shown = Table(box=None, pad_edge=False, header_style="bold", title=title)
-        shown.add_column("estimator")
-        shown.add_column("bytes/token", justify="right")
+        shown.add_column("estimator", no_wrap=True)
+        shown.add_column("bytes", justify="right", no_wrap=True)
         for staleness in study.staleness:
-            shown.add_column(str(staleness), justify="right")
+            shown.add_column(str(staleness), justify="right", no_wrap=True)
         for name in study.estimators:
             means = _curve(table, name, column, study.staleness)
             size = statistics.mean(_values(table, "bytes_per_token", name))
-            texts = [f"{mean:.3f}±{half:.3f}" for mean, half in means]
+            texts = [f"{mean:.2f}±{half:.2f}" for mean, half in means]
             shown.add_row(name, f"{size:.0f}", *texts)
         console.print()
-        console.print(shown)
+        console.print(shown, width=max(console.width, WIDTH))
 
 
 def plot(table: pa.Table, study: StudyConfig) -> Figure:
@@ -172,7 +174,8 @@ def plot(table: pa.Table, study: StudyConfig) -> Figure:
         axes.set_xticks(list(places), [str(staleness) for staleness in study.staleness])
         axes.set_xlabel("staleness (steps)")
         axes.set_title(title)
-        axes.set_ylim(bottom=0)
+    left.set_ylim(bottom=0)
+    right.set_yscale("log")  # a collapsed run is tens of times worse
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 

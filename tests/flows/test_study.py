@@ -90,4 +90,4 @@ def test_the_table_shows_every_estimator_at_every_staleness():
     console = Console(record=True, width=120)
     study.show(pa.Table.from_pylist(rows, ROW), config, console)
     text = console.export_text()
-    assert "0.025±0.318" in text and "0.825±0.318" in text
+    assert "0.03±0.32" in text and "0.83±0.32" in text
