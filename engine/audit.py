@@ -164,8 +164,12 @@ def alternatives(estimator: Estimator) -> list[Estimator]:
                 *(MultiSample(n=n, distinct=True) for n in (16, 64)),
                 *(StudentTopK(k=k) for k in (4, 16, 64)),
                 *(TopKTail(k=k) for k in (4, 16, 64)),
-                *(Poisson(n=n, alpha=a) for a in (1.0, 0.75) for n in (16, 64, 256, 1024)),
-                *(Poisson(n=n, alpha=0.75, max_ratio=2.0) for n in (16, 64, 256, 1024)),
+                *(
+                    Poisson(n=n, alpha=a, max_ratio=0)
+                    for a in (1.0, 0.75)
+                    for n in (16, 64, 256, 1024)
+                ),
+                *(Poisson(n=n, alpha=0.75) for n in (16, 64, 256, 1024)),
             ]
             others: list[Estimator] = [ReverseKL.model_validate({"cache": c}) for c in caches]
         case ForwardKL():
@@ -190,8 +194,8 @@ def label(estimator: Estimator) -> str:
     if values.get("n") is None:
         values.pop("alpha", None)  # of a cache that isn't thinned
     shown = [str(values.pop(key)) for key in ("n", "k", "alpha") if values.get(key) is not None]
-    if cap := values.pop("max_ratio", None):
-        shown.append(f"cap={cap:g}")
+    if (cap := values.pop("max_ratio", None)) not in (None, Poisson().max_ratio):
+        shown.append(f"cap={cap:g}" if cap else "uncapped")
     shown += [k if v is True else f"{k}={v}" for k, v in values.items() if v and v != "bucket"]
     name = estimator.cache.type + (f"({', '.join(shown)})" if shown else "")
     if isinstance(estimator, ReverseKL) and estimator.stabiliser != ReverseKL().stabiliser:

@@ -15,6 +15,8 @@ class Row:
     batch: Any
     """Handle of the SCORED batch that holds the row; opaque here."""
     meta: RolloutMeta
+    since: float = 0.0
+    """When it was scored, in seconds of `engine.trace.now`."""
 
 
 class Buffer:

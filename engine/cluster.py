@@ -24,7 +24,7 @@ import ray
 
 from engine.backends import vllm_environment
 from engine.config import Cache, RunConfig
-from engine.learner import LearnerWorker, StepReport
+from engine.learner import LearnerWorker, PublishReport, StepReport
 from engine.models import Language, pick_device, pick_dtype, stop_ids
 from engine.preflight import Inputs
 from engine.rollout import RolloutReport, RolloutWorker
@@ -77,6 +77,7 @@ class RolloutActor:
             config.estimator.cache,
             rollout.max_new_tokens,
             seed,
+            rollout.swap == "reprefill",
         )
 
     def ready(self) -> None:
@@ -141,14 +142,18 @@ class LearnerActor:
     def ready(self) -> None:
         """Answers when the model is loaded."""
 
-    @ray.method(num_returns=2)
-    def step(self, rows: list[list[int]], *batches: pa.RecordBatch) -> tuple[Weights, StepReport]:
-        return self._worker.step(list(batches), rows)
+    @ray.method(concurrency_group="load")
+    def load(self, rows: list[list[int]], version: int, *batches: pa.RecordBatch) -> None:
+        self._worker.load(list(batches), rows, version)
+
+    def step(self) -> StepReport:
+        return self._worker.step()
 
     def divergence(self, rows: list[list[int]], *batches: pa.RecordBatch) -> tuple[float, int]:
         return self._worker.divergence(list(batches), rows)
 
-    def published(self) -> Weights:
+    @ray.method(num_returns=2, concurrency_group="publish")
+    def published(self) -> tuple[Weights, PublishReport]:
         return self._worker.published()
 
     def save(self, folder: Path, rows: list[list[int]], *batches: pa.RecordBatch) -> None:
@@ -204,9 +209,16 @@ class Learner:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    async def step(self, rows: list[tuple[Any, list[int]]]) -> tuple[Any, StepReport]:
+    async def load(self, rows: list[tuple[Any, list[int]]], version: int) -> None:
         batches, indices = _columns(rows)
-        weights, report = self.actor.step.remote(indices, *batches)
+        await self.actor.load.remote(indices, version, *batches)
+
+    async def step(self) -> StepReport:
+        report: StepReport = await self.actor.step.remote()
+        return report
+
+    async def published(self) -> tuple[Any, PublishReport]:
+        weights, report = self.actor.published.remote()
         return weights, await report
 
     async def divergence(self, rows: list[tuple[Any, list[int]]]) -> tuple[float, int]:
@@ -247,7 +259,8 @@ class Cluster:
 
     async def weights(self) -> Any:
         """Reference to the learner's current weights."""
-        return self.learner.actor.published.remote()
+        weights, _ = await self.learner.published()
+        return weights
 
     async def value(self, reference: Any) -> Any:
         """What a reference stands for; for the few small batches that leave the cluster."""
@@ -296,7 +309,8 @@ class Cluster:
             )
             for index in range(config.scoring.workers)
         ]
-        learner = _actor(LearnerActor, len(training_cores), gpus, {})
+        groups = {"load": 1, "publish": 1}
+        learner = _actor(LearnerActor, len(training_cores), gpus, {}, groups)
         self.learner = Learner(learner.remote(config, inputs.student, training_cores))
         await asyncio.gather(*(_ready(name, actor) for name, actor in self._actors()))
 
@@ -312,7 +326,14 @@ class Cluster:
             ray.kill(actor)
 
 
-def _actor(kind: type, threads: int, gpus: float, environment: dict[str, str]) -> Any:
+def _actor(
+    kind: type,
+    threads: int,
+    gpus: float,
+    environment: dict[str, str],
+    groups: dict[str, int] | None = None,
+) -> Any:
+    """An actor's class; each of its concurrency groups has its own threads."""
     # One thread for each core: OpenMP reads this before the process runs our code.
     variables = environment | {
         "OMP_NUM_THREADS": str(threads),
@@ -320,7 +341,8 @@ def _actor(kind: type, threads: int, gpus: float, environment: dict[str, str]) -
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(kind)
+    options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "concurrency_groups": groups}
+    remote = ray.remote(**options)(kind)
     return remote.options(runtime_env={"env_vars": variables})
 
 
@@ -353,7 +375,8 @@ def _cores(workers: int) -> tuple[list[list[int]], list[int]]:
 def _pin(cores: list[int]) -> None:
     """Keeps this process on its cores: threads that share one wait for each other."""
     if set(cores) <= os.sched_getaffinity(0):  # not so on another machine of a cluster
-        os.sched_setaffinity(0, cores)
+        for thread in Path("/proc/self/task").iterdir():  # of concurrency groups too
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def _gpu_share(config: RunConfig) -> float:

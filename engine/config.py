@@ -99,6 +99,9 @@ class RolloutConfig(Section):
     """Responses that one worker generates at the same time. More is faster per token, and older."""
     memory_gib: float = Field(1.0, gt=0)
     """Memory of the key-value cache of one vLLM worker, in GiB, CPU or GPU."""
+    swap: Literal["keep", "reprefill"] = "keep"
+    """At new weights, responses in flight go on with the keys and values of the old ones, or have
+    them computed again. The recorded log-probabilities are of what was sampled from, either way."""
 
 
 class ScoringConfig(Section):
@@ -110,6 +113,8 @@ class ScoringConfig(Section):
     """Padded tokens in one forward pass; also the size at which waiting rollouts are sent."""
     flush_seconds: float = Field(0.1, ge=0)
     """Longest time a finished rollout waits for company before it is scored alone."""
+    concurrent: int = Field(2, gt=0)
+    """Requests that one worker has at the same time: the next is on its way while one is scored."""
 
 
 class Sampled(Section):
@@ -157,8 +162,9 @@ class Poisson(Section):
     """Ids likelier than 1/n are always kept. More costs bytes and cuts variance."""
     alpha: float = Field(0.75, gt=0, le=1)
     """Below 1, rare ids are kept more often than in proportion: robust when rollouts are stale."""
-    max_ratio: float | None = Field(None, gt=0)
-    """Cap on p/inclusion probability, which trades a little bias for robustness; none if unset."""
+    max_ratio: float = Field(2.0, ge=0, allow_inf_nan=False)
+    """Cap on p/inclusion probability, 0 for none. Fresh ids never reach 1; of stale ones it costs a
+    little bias, and without it a single id that has become likely can drown an update."""
     top_k: int = Field(0, ge=0)
     """So many of the likeliest ids are kept for certain."""
 
@@ -270,10 +276,10 @@ class ReverseKL(Section):
                 "estimator.stabiliser, or take a cache that is drawn (sampled, multi_sample, "
                 "poisson, top_k_tail)"
             )
-        if self.stabiliser != Unclipped() and getattr(self.cache, "max_ratio", None):
+        if self.stabiliser != Unclipped() and getattr(self.cache, "max_ratio", False):
             raise ValueError(
                 "estimator.cache.max_ratio and estimator.stabiliser both limit what an id weighs: "
-                "set one of them"
+                "set estimator.cache.max_ratio = 0, or leave out estimator.stabiliser"
             )
         return self
 
@@ -371,6 +377,13 @@ class StalenessConfig(Section):
     older: Literal["mask", "drop", "wait"] = "mask"
     """Of a response with tokens beyond the bound: train on its fresh tokens only, drop it and queue
     its prompt again, or let the learner wait for the oldest response so that none gets so old."""
+    barrier: bool = False
+    """Work in whole batches, as n-step-off training does: rollout workers start a batch together,
+    under the newest weights and when the last one is complete, and the teacher waits for all of it.
+    For comparison."""
+    depth: int = Field(0, ge=0)
+    """Responses that are kept outstanding, at least a batch and at most the bound's permits. 0
+    finds as few as keep everybody busy, step by step."""
 
 
 class CheckpointConfig(Section):
@@ -434,6 +447,13 @@ class RunConfig(Section):
             raise ValueError(
                 f"training.mini_batches ({self.training.mini_batches}) is larger than "
                 f"training.batch ({self.training.batch}): a mini-batch needs a response"
+            )
+        permits = (self.staleness.max + 1) * self.training.batch
+        if self.staleness.depth and not self.training.batch <= self.staleness.depth <= permits:
+            raise ValueError(
+                f"staleness.depth ({self.staleness.depth}) is to be at least training.batch "
+                f"({self.training.batch}) and at most (staleness.max + 1) * training.batch "
+                f"({permits}), or 0"
             )
         return self
 
@@ -501,11 +521,13 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
 def _explain(problem: Any) -> str:
     keys = list(dict.fromkeys(valid_keys()))
     parts = [str(part) for part in problem["loc"]]
-    # A union puts its variant's tag into the location; the file has no such table.
+    # A union puts its variant's tag into the location; the file has no such table. A key that no
+    # table knows can only come last, and a validator of ours speaks of the whole table.
     dotted = ""
     for position, part in enumerate(parts):
         candidate = f"{dotted}.{part}" if dotted else part
-        if candidate in keys or position == len(parts) - 1:
+        unknown = position == len(parts) - 1 and problem["type"] != "value_error"
+        if candidate in keys or unknown:
             dotted = candidate
     if problem["type"] == "extra_forbidden" and dotted in keys:
         return f"`{dotted}` is a key of another type of this table: set `type`, or leave it out"

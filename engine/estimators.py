@@ -154,7 +154,7 @@ def jensen_shannon(
 def forward_draws(learner_logprobs: Float[Tensor, "n V"], support: Support, n: int) -> Losses:
     """KL(teacher || learner) from n draws of the teacher: unbiased, and no ratio to go stale."""
     log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
-    possible = _possible(log_p, log_q)
+    possible = possible_ids(log_p, log_q)
     log_p, log_q = (torch.where(possible, x, 0.0) for x in (log_p, log_q))
     loss = support.sum(support.draws.to(log_p.dtype) / n * (log_q - log_p))
     return loss, _statistics(learner_logprobs, support, loss, log_p, possible)
@@ -166,13 +166,13 @@ def _entries(
     """log p, log q and log p_old of each entry, 0 where one is impossible; and where none is."""
     log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
     log_p_old = log_q if isinstance(cache, Dense) else support.sampler_logprobs
-    possible = _possible(log_p, log_q, log_p_old)
+    possible = possible_ids(log_p, log_q, log_p_old)
     log_p, log_q, log_p_old = (torch.where(possible, x, 0.0) for x in (log_p, log_q, log_p_old))
     return log_p, log_q, log_p_old, possible
 
 
 def _capped(log_weight: Tensor, cache: Cache) -> tuple[Tensor, Bool[Tensor, " m"]]:
-    cap = cache.max_ratio if isinstance(cache, Poisson) else None
+    cap = cache.max_ratio if isinstance(cache, Poisson) else 0.0
     log_cap = math.log(cap) if cap else math.inf
     return log_weight.clamp(max=log_cap), log_weight > log_cap
 
@@ -269,7 +269,7 @@ def coarse(
     """A divergence over the cached ids and one bucket for all others, or renormalised over the
     cached ids. Exact when the whole vocabulary is cached; then the bucket is empty."""
     log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
-    possible = _possible(log_p, log_q)
+    possible = possible_ids(log_p, log_q)
     log_p, log_q = (torch.where(possible, x, 0.0) for x in (log_p, log_q))
     if isinstance(cache, StudentTopK) and cache.rest == "renormalise":
         terms = divergence(*(x - _log_total(x, support, possible) for x in (log_p, log_q)))
@@ -355,7 +355,7 @@ def _statistics(
     }
 
 
-def _possible(*logprobs: Tensor) -> Bool[Tensor, " m"]:
+def possible_ids(*logprobs: Tensor) -> Bool[Tensor, " m"]:
     """Where every log-probability is above -inf. Others must not meet a multiplication.
 
     NaN counts as possible: it is a fault, and has to reach the loss to be seen.

@@ -8,6 +8,7 @@ padding, nor the split into micro-batches, nor the response lengths change the g
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from engine.batch import MicroBatch, StepBatch, merge
 from engine.config import M2PO, Decoupled, Dense, Estimator, ReverseKL, RunConfig, Stabiliser
-from engine.estimators import Loss, loss_of, m2po_bound, proximal_logprobs
+from engine.estimators import Loss, loss_of, m2po_bound, possible_ids, proximal_logprobs
 from engine.head import chunked_loss
 from engine.metrics import by_age
 from engine.models import Language
@@ -40,6 +41,18 @@ class StepReport:
     """Trained tokens by age."""
     trained_tokens: int
     busy_seconds: float
+    cpu_seconds: float
+    """Of the worker's process, since it began."""
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What the driver learns of published weights."""
+
+    version: int
+    seconds: float
+    """That packing took, beside the next step."""
+    nbytes: int
 
 
 class Tally:
@@ -78,7 +91,11 @@ class Tally:
 
 
 class LearnerWorker:
-    """Owns the student's master weights and its optimizer."""
+    """Owns the student's master weights and its optimizer.
+
+    `load`, `step` and `published` may run at the same time, one call of each: the next batch is
+    prepared, and the last version packed, while a step is under way. A step's first update waits
+    until its weights, which are the last version's, have been packed."""
 
     def __init__(self, student: Language, dtype: torch.dtype, config: RunConfig) -> None:
         self._student = student
@@ -87,13 +104,18 @@ class LearnerWorker:
         self._optimizer = Optimizer(student.model, config.optimizer, config.training.steps)
         self.version = 0
         student.model.eval()  # dropout would make the learner another model than the sampler's
+        self._loaded: dict[int, StepBatch] = {}
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._publish()
 
-    def step(
-        self, batches: list[pa.RecordBatch], rows: list[list[int]]
-    ) -> tuple[Weights, StepReport]:
-        """Trains on these rows of SCORED batches and publishes the next version."""
+    def load(self, batches: list[pa.RecordBatch], rows: list[list[int]], version: int) -> None:
+        """Prepares these rows of SCORED batches for the step that this version will make."""
+        self._loaded[version] = self._batch(merge(batches, rows), version)
+
+    def step(self) -> StepReport:
+        """Trains on the batch that was loaded for this version, and makes the next."""
         start = time.perf_counter()
-        batch = self._load(merge(batches, rows))
+        batch = self._loaded.pop(self.version)
         lr = self._optimizer.schedule(self.version)
         if isinstance(self._stabiliser, Decoupled):
             batch.set_proximal(self._proximal(batch))
@@ -112,27 +134,37 @@ class LearnerWorker:
             "train/lr": lr,
             "policy/ratio_deviation": deviation,
         }
-        weights = self.published()
+        self._publish()
         counted = batch.ages[batch.counted]
         ages, tokens = np.unique(counted, return_counts=True)
-        report = StepReport(
+        return StepReport(
             self.version,
             metrics,
             dict(zip(ages.tolist(), tokens.tolist(), strict=True)),
             len(counted),
             time.perf_counter() - start,
+            time.process_time(),
         )
-        return weights, report
 
-    def published(self) -> Weights:
-        """The current version, as rollout workers fetch it."""
-        return publish(self._student.named_parameters(), self.version, self._dtype)
+    def published(self) -> tuple[Weights, PublishReport]:
+        """The newest version, as rollout workers fetch it."""
+        weights, seconds = self._packed.result()
+        return weights, PublishReport(weights.version, seconds, weights.nbytes)
+
+    def _publish(self) -> None:
+        """Begins to pack the present weights."""
+        self._packed = self._packer.submit(self._pack, self.version)
+
+    def _pack(self, version: int) -> tuple[Weights, float]:
+        start = time.perf_counter()
+        weights = publish(self._student.named_parameters(), version, self._dtype)
+        return weights, time.perf_counter() - start
 
     @torch.inference_mode()
     def divergence(self, batches: list[pa.RecordBatch], rows: list[list[int]]) -> tuple[float, int]:
         """Exact KL(student || teacher) of densely scored rows, summed over tokens, and their
         number."""
-        batch = self._load(merge(batches, rows), EXACT, bounded=False)
+        batch = self._batch(merge(batches, rows), self.version, EXACT)
         total, tokens = 0.0, 0
         for micro in self._micro_batches(batch, batch.rows):
             loss, _ = self._loss(micro, loss_of(EXACT))
@@ -163,20 +195,23 @@ class LearnerWorker:
                 parameter.copy_(weights[name])
         self._optimizer.load_state(load_file(folder / "optimizer.safetensors"))
         self.version = version
+        self._loaded.clear()
+        self._publish()
         path = folder / "buffer.arrow"
         if path.exists():
             with pa.memory_map(str(path)) as file:
                 buffer = pa.ipc.open_file(file).get_batch(0)
         else:
             buffer = pa.RecordBatch.from_pylist([], SCORED)
-        return self.published(), buffer, describe(buffer)
+        return self.published()[0], buffer, describe(buffer)
 
-    def _load(
-        self, batch: pa.RecordBatch, estimator: Estimator | None = None, bounded: bool = True
+    def _batch(
+        self, batch: pa.RecordBatch, version: int, estimator: Estimator | None = None
     ) -> StepBatch:
-        bound = self._config.staleness.max if bounded else np.iinfo(np.int32).max
+        """For training at a version; or for another estimator than the run's, of any age."""
+        bound = np.iinfo(np.int32).max if estimator else self._config.staleness.max
         cache = (estimator or self._config.estimator).cache
-        return StepBatch(batch, cache, self.version, bound, self._student.vocabulary)
+        return StepBatch(batch, cache, version, bound, self._student.vocabulary)
 
     def _mini_batches(self, batch: StepBatch) -> Iterator[np.ndarray]:
         """Rows of each update. The order is a function of (seed, version): nothing to save."""
@@ -204,6 +239,7 @@ class LearnerWorker:
         # A norm that isn't finite leaves the update out, and is counted; so do masked tokens only,
         # on which momentum and weight decay would go on by themselves.
         if np.isfinite(norm) and tokens:
+            self._packed.result()
             self._optimizer.step()
         return norm, worst
 
@@ -250,8 +286,13 @@ class LearnerWorker:
         for micro in self._micro_batches(batch, rows):
             log_p = self._loss(micro, proximal_logprobs)[1]["log_p"]
             log_p_old, log_q = micro.support.sampler_logprobs, micro.support.teacher_logprobs
+            # An impossible id has no gradient, and no finite ratio.
+            kept = possible_ids(log_p, log_q, log_p_old)
+            log_p, log_q, log_p_old = log_p[kept], log_q[kept], log_p_old[kept]
             ratios.append(log_p - log_p_old)
             signals.append(log_q - (log_p if stabiliser.signal == "learner" else log_p_old))
+        if not ratios:
+            return math.inf
         return m2po_bound(torch.cat(ratios), torch.cat(signals), stabiliser.budget)
 
     def _metrics(self, batch: StepBatch, tally: Tally, norms: list[float]) -> dict[str, float]:

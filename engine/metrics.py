@@ -107,8 +107,8 @@ CATALOGUE: dict[str, Metric] = {
         "prompts never trained on, for all their responses went beyond the bound",
         "should be 0; raise staleness.max",
     ),
-    "wait/learner_seconds": Metric(
-        "s", "time the learner waited for this batch", "high: more rollout workers or staleness.max"
+    "staleness/dropped_tokens": Metric(
+        "tokens", "response tokens of the dropped responses: generated for nothing", ""
     ),
     "queue/depth": Metric(
         "responses",
@@ -118,6 +118,20 @@ CATALOGUE: dict[str, Metric] = {
     "queue/generating": Metric("responses", "responses in generation at the step's end", ""),
     "queue/scoring": Metric("responses", "responses at the teacher at the step's end", ""),
     "queue/buffered": Metric("responses", "scored responses that wait for the learner", ""),
+    "queue/scoring_wait_p50": Metric(
+        "s", "median time that a finished response waited for a teacher worker", ""
+    ),
+    "queue/scoring_wait_p95": Metric(
+        "s",
+        "95th percentile of it",
+        "above scoring.flush_seconds: more teacher workers, or a larger token budget",
+    ),
+    "queue/training_wait_p50": Metric(
+        "s", "median time that a scored response waited for the learner", ""
+    ),
+    "queue/training_wait_p95": Metric(
+        "s", "95th percentile of it", "many steps long: the depth is larger than it has to be"
+    ),
     "busy/rollout": Metric(
         "fraction", "busy share of the rollout workers since the last step", "low: raise the bound"
     ),
@@ -125,9 +139,33 @@ CATALOGUE: dict[str, Metric] = {
     "busy/learner": Metric(
         "fraction", "busy share of the learner since the last step", "low: generation is too slow"
     ),
-    "sync/rollout_seconds": Metric(
-        "s", "time the rollout workers spent applying weights since the last step", ""
+    "busy/overlap": Metric(
+        "workers",
+        "sum of the three busy shares: 3 where all work all the time, about 1 where they take "
+        "turns",
+        "",
     ),
+    "wait/rollout": Metric(
+        "fraction", "share of their time that rollout workers waited for permits", "raise the bound"
+    ),
+    "wait/teacher": Metric(
+        "fraction", "share of their time that teacher workers waited for rollouts", ""
+    ),
+    "wait/learner": Metric(
+        "fraction",
+        "share of its time that the learner waited for a complete batch",
+        "high: more rollout workers, or raise staleness.max",
+    ),
+    "sync/rollout": Metric(
+        "fraction", "share of their time that rollout workers spent on applying weights", ""
+    ),
+    "sync/learner": Metric(
+        "fraction", "share of its time that weights were packed, beside the steps", ""
+    ),
+    "moved/rollouts_bytes": Metric("bytes", "rollouts on their way to teachers", ""),
+    "moved/scores_bytes": Metric("bytes", "scored rollouts on their way to the learner", ""),
+    "moved/weights_bytes": Metric("bytes", "published weights, counted once", ""),
+    "cost/cpu_seconds": Metric("s", "processor time of all workers since the last step", ""),
     "throughput/generated": Metric("tokens/s", "response tokens sampled since the last step", ""),
     "throughput/trained": Metric("tokens/s", "response tokens trained since the last step", ""),
     "evaluation/accuracy": Metric("fraction", "held-out responses the verifier accepts", ""),

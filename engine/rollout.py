@@ -49,7 +49,11 @@ class RolloutReport:
     sampled_tokens: int
     busy_seconds: float
     sync_seconds: float
-    """Part of it spent on applying weights."""
+    """Spent on applying weights, beside the busy ones."""
+    cpu_seconds: float
+    """Of the worker's process, since it began."""
+    nbytes: int
+    """Of the batch."""
 
 
 @dataclass
@@ -76,9 +80,10 @@ class RolloutWorker:
         cache: Cache,
         max_new_tokens: int,
         seed: int,
-        version: int = 0,
+        reprefill: bool = False,
     ) -> None:
-        self.version = version
+        self.version = 0
+        self._reprefill = reprefill
         self._sampler = sampler
         self._decode = decode
         self._cache = cache
@@ -94,7 +99,7 @@ class RolloutWorker:
         start = time.perf_counter()
         sync = 0.0
         if weights is not None and weights.version != self.version:
-            self._sampler.load(weights)
+            self._sampler.load(weights, self._reprefill)
             self.version = weights.version
             sync = time.perf_counter() - start
         for row in prompts.to_pylist() if prompts is not None else ():
@@ -105,9 +110,15 @@ class RolloutWorker:
             sampled += len(decoded.tickets)
             finished += self._record(decoded)
         batch = self._finish(finished)
-        busy = time.perf_counter() - start
         report = RolloutReport(
-            describe(batch), self.version, self._sampler.running, sampled, busy, sync
+            metas=describe(batch),
+            version=self.version,
+            running=self._sampler.running,
+            sampled_tokens=sampled,
+            busy_seconds=time.perf_counter() - start - sync,
+            sync_seconds=sync,
+            cpu_seconds=time.process_time(),
+            nbytes=batch.nbytes,
         )
         return batch, report
 
@@ -126,12 +137,14 @@ class RolloutWorker:
             reports.append(report)
         merged = pa.concat_batches(batches)
         total = RolloutReport(
-            describe(merged),
-            self.version,
-            0,
-            sum(r.sampled_tokens for r in reports),
-            sum(r.busy_seconds for r in reports),
-            sum(r.sync_seconds for r in reports),
+            metas=describe(merged),
+            version=self.version,
+            running=0,
+            sampled_tokens=sum(r.sampled_tokens for r in reports),
+            busy_seconds=sum(r.busy_seconds for r in reports),
+            sync_seconds=sum(r.sync_seconds for r in reports),
+            cpu_seconds=reports[-1].cpu_seconds,
+            nbytes=merged.nbytes,
         )
         return merged, total
 

@@ -24,6 +24,7 @@ from engine.models import digest
 from engine.preflight import Inputs
 from engine.prompts import Prompt, PromptStream, to_batch
 from engine.schema import RolloutMeta, row_lengths
+from engine.trace import Trace
 
 # Dense scores of an evaluation pass through the object store in parts of this size.
 DENSE_BYTES = 2**28
@@ -86,6 +87,7 @@ class Run:
             cluster.teachers,
             cluster.learner,
             self._record,
+            Trace(self.folder / "trace.json"),
         )
         await self.checkpoint()
 

@@ -29,6 +29,10 @@ class ScoreReport:
     metas: list[RolloutMeta]
     tokens: int
     busy_seconds: float
+    cpu_seconds: float
+    """Of the worker's process, since it began."""
+    nbytes: int
+    """Of the batch."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,13 @@ class TeacherWorker:
         for part in split(lengths, np.arange(len(lengths)), self._token_budget):
             parts.update(zip(part.tolist(), self._score(batch, part, cache), strict=True))
         scored = _scored(batch, [parts[row] for row in range(len(lengths))], self._teacher.digest)
-        report = ScoreReport(describe(scored), int(lengths.sum()), time.perf_counter() - start)
+        report = ScoreReport(
+            metas=describe(scored),
+            tokens=int(lengths.sum()),
+            busy_seconds=time.perf_counter() - start,
+            cpu_seconds=time.process_time(),
+            nbytes=scored.nbytes,
+        )
         return scored, report
 
     def answer(

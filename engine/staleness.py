@@ -59,20 +59,33 @@ class Depth:
 
     A busy worker with free slots can still do more: a decoding step takes nearly as long for a few
     responses as for many, and the longest one keeps a whole batch waiting if nothing else runs.
+
+    A depth that is given stays.
     """
 
-    def __init__(self, batch: int, permits: int) -> None:
+    def __init__(self, batch: int, permits: int, given: int = 0) -> None:
         self._batch = batch
         self._permits = permits
-        self.value = min(2 * batch, permits)
+        self._given = given
+        self.value = given or min(2 * batch, permits)
 
-    def observe(self, waited: float, free_slots: int, left_over: int) -> None:
-        """The share of a step that the learner waited, the rollout workers' free slots at its end,
-        and the scored rows that were left when its batch had been taken."""
+    def observe(self, waited: float, free_slots: int, left_over: int) -> str:
+        """Moves by the share of a step that the learner waited, the rollout workers' free slots at
+        its end, and the scored rows that were left when its batch had been taken. Returns the
+        decision in words, or nothing if all stays."""
+        before = self.value
+        if self._given:
+            return ""
         if waited > WAITED and free_slots > 0:
-            self.value = min(self._permits, self.value + max(1, self._batch // 4))
+            self.value = min(self._permits, before + max(1, self._batch // 4))
         elif waited <= WAITED and left_over >= max(1, self._batch // 2):
-            self.value = max(self._batch, self.value - max(1, self._batch // 8))
+            self.value = max(self._batch, before - max(1, self._batch // 8))
+        if self.value == before:
+            return ""
+        return (
+            f"depth {before} → {self.value}: the learner waited {waited:.0%} of the step, "
+            f"{free_slots} slots free, {left_over} rows left over"
+        )
 
 
 class Stage(StrEnum):

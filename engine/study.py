@@ -57,7 +57,8 @@ def controlled(
     line.generate(0, min(config.staleness.max + 1, steps))
     for step in range(1, steps + 1):
         batch = line.oldest()
-        _, report = learner.step([batch], [list(range(batch.num_rows))])
+        learner.load([batch], [list(range(batch.num_rows))], learner.version)
+        report = learner.step()
         on_step(report)
         kept.append(report.metrics["cache/kept_ids"])
         if line.generated < steps:

@@ -42,7 +42,7 @@ class Decoded:
 
 class Sampler(Protocol):
     """One model with its running responses. Weights may be loaded between any two steps; running
-    responses go on, with the keys and values they have."""
+    responses go on."""
 
     @property
     def running(self) -> int:
@@ -54,8 +54,9 @@ class Sampler(Protocol):
     def step(self) -> Decoded:
         """Advances by one token the responses that have a slot; some may wait for theirs."""
 
-    def load(self, weights: Weights) -> None:
-        """Replaces the model's weights."""
+    def load(self, weights: Weights, reprefill: bool = False) -> None:
+        """Replaces the model's weights. Running responses keep the keys and values that they have,
+        or have them computed again under the new weights."""
 
 
 def vllm_environment(cores: Sequence[int], memory_gib: float) -> dict[str, str]:

@@ -7,7 +7,7 @@ columns too, as a cache made without the model's configuration does: only their 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ from engine.weights import Weights, load_into
 class _Row:
     request: Request
     uniforms: np.ndarray
-    last_id: int = -1
-    emitted: int = 0
+    emitted: list[int] = field(default_factory=list)
 
 
 class HFSampler:
@@ -56,8 +55,13 @@ class HFSampler:
     def add(self, request: Request) -> None:
         self._queue.append(request)
 
-    def load(self, weights: Weights) -> None:
+    @torch.inference_mode()
+    def load(self, weights: Weights, reprefill: bool = False) -> None:
         load_into(self.model, weights)
+        if reprefill and self._rows:
+            # All but the last token, which the next step puts in.
+            texts = [[*row.request.prompt_ids, *row.emitted[:-1]] for row in self._rows]
+            self._cache, self._mask, _ = self._prefill(texts)
 
     @torch.inference_mode()
     def step(self) -> Decoded:
@@ -74,11 +78,10 @@ class HFSampler:
         ids = self._draw(rows, logprobs)
         finished = {}
         for row, token in zip(rows, ids.tolist(), strict=True):
-            row.last_id = token
-            row.emitted += 1
+            row.emitted.append(token)
             if token in self.stop_ids:
                 finished[row.request.ticket] = "stop"
-            elif row.emitted == row.request.max_new_tokens:
+            elif len(row.emitted) == row.request.max_new_tokens:
                 finished[row.request.ticket] = "length"
         decoded = Decoded([row.request.ticket for row in rows], ids, logprobs, finished)
         if finished:
@@ -89,7 +92,7 @@ class HFSampler:
         # Inverse transform with one uniform for each row, in float64: the last id's rounding error
         # of a float32 sum over a large vocabulary would be as large as a rare id.
         cumulative = logprobs.double().exp().cumsum(-1)
-        uniforms = [row.uniforms[row.emitted] for row in rows]
+        uniforms = [row.uniforms[len(row.emitted)] for row in rows]
         drawn = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device)
         ids = torch.searchsorted(cumulative, (drawn * cumulative[:, -1])[:, None], right=True)
         ids = ids.squeeze(-1).clamp(max=self.vocabulary - 1)
@@ -98,17 +101,8 @@ class HFSampler:
 
     def _join(self, rows: list[_Row]) -> Tensor:
         """Prefills new rows and appends them to the batch; [new rows, V] logits."""
-        width = max(len(row.request.prompt_ids) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        mask = torch.zeros(len(rows), width, dtype=torch.long)
-        for index, row in enumerate(rows):
-            prompt = torch.tensor(row.request.prompt_ids)
-            ids[index, -len(prompt) :] = prompt
-            mask[index, -len(prompt) :] = 1
-        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
-        cache = DynamicCache()
-        logits = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
-        width = max(width, self._mask.shape[1])
+        cache, mask, logits = self._prefill([row.request.prompt_ids for row in rows])
+        width = max(mask.shape[1], self._mask.shape[1])
         merged = DynamicCache()
         for index, new in enumerate(cache.layers):
             keys, values = _widen(new.keys, width), _widen(new.values, width)
@@ -123,11 +117,24 @@ class HFSampler:
         self._rows = self._rows + rows
         return logits
 
+    def _prefill(self, texts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor, Tensor]:
+        """Cache and mask of these texts, padded on the left, and [texts, V] logits behind them."""
+        width = max(map(len, texts))
+        ids = torch.zeros(len(texts), width, dtype=torch.long)
+        mask = torch.zeros(len(texts), width, dtype=torch.long)
+        for row, text in enumerate(texts):
+            ids[row, width - len(text) :] = torch.tensor(text)
+            mask[row, width - len(text) :] = 1
+        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
+        cache = DynamicCache()
+        logits = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        return cache, mask, logits
+
     def _decode(self) -> Tensor:
         """Advances all rows by the token each emitted last; [rows, V] logits."""
         positions = self._mask.sum(-1, keepdim=True)
         self._mask = pad(self._mask, (0, 1), value=1)
-        last = torch.tensor([[row.last_id] for row in self._rows], device=self.model.device)
+        last = torch.tensor([row.emitted[-1:] for row in self._rows], device=self.model.device)
         return self._forward(last, self._mask, positions, self._cache)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:

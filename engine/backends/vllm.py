@@ -96,12 +96,14 @@ class VLLMSampler:
             finished,
         )
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights, reprefill: bool = False) -> None:
         # `reload_weights` repacks for the CPU kernels, which loading into the module doesn't.
         self._engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": weights.tensors()}
         )
         self._engine.apply_model(_repack_head)
+        if reprefill:  # preempted, they are prefilled when they come back, with all their tokens
+            self._engine.reset_prefix_cache(reset_running_requests=True)
 
 
 def _repack_head(model: torch.nn.Module) -> None:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from engine.batch import Ragged, StepBatch, merge
 from engine.buffer import Row
 from engine.config import RunConfig, Sampled, parse
-from engine.learner import StepReport
+from engine.learner import PublishReport, StepReport
 from engine.loop import Loop, StepRecord
 from engine.prompts import Prompt, PromptStream
 from engine.rollout import RolloutReport
@@ -177,7 +177,16 @@ class FakeRollouts:
         for row, versions in finished:
             self.floor.place[row["ticket"]] = "queue"
             self.floor.generated[row["ticket"], row["attempt"]] = len(versions)
-        report = RolloutReport(describe(batch), self.version, len(self._rows), sampled, 0.0, 0.0)
+        report = RolloutReport(
+            metas=describe(batch),
+            version=self.version,
+            running=len(self._rows),
+            sampled_tokens=sampled,
+            busy_seconds=0.0,
+            sync_seconds=0.0,
+            cpu_seconds=0.0,
+            nbytes=batch.nbytes,
+        )
         return batch, report
 
 
@@ -192,6 +201,9 @@ class FakeTeacher:
     """Call that raises."""
     calls: list[int] = field(default_factory=list)
     """Rollouts in each call."""
+    most: int = 0
+    """Calls that were under way at the same time."""
+    _open: int = 0
 
     async def score(self, batches: list[pa.RecordBatch]) -> tuple[pa.RecordBatch, ScoreReport]:
         call = len(self.calls)
@@ -199,12 +211,15 @@ class FakeTeacher:
         self.calls.append(len(batch))
         tickets = batch["ticket"].to_pylist()
         self.floor.place |= dict.fromkeys(tickets, self.name)
+        self._open += 1
+        self.most = max(self.most, self._open)
         await pass_turns(self.turns, call)
+        self._open -= 1
         if call == self.dies_at:
             raise FakeWorkerError(self.name)
         self.floor.place |= dict.fromkeys(tickets, "buffer")
         scored = scored_batch(batch)
-        return scored, ScoreReport(describe(scored), 0, 0.0)
+        return scored, ScoreReport(describe(scored), 0, 0.0, 0.0, scored.nbytes)
 
 
 @dataclass(frozen=True)
@@ -234,21 +249,45 @@ class FakeLearner:
     """Emitted with the usual ones."""
     version: int = 0
     trained: list[Trained] = field(default_factory=list)
+    load_turns: Script = (1,)
+    publish_turns: Script = (1,)
+    busy: bool = False
+    beside: int = 0
+    """Batches that were loaded while a step was under way."""
+    _loaded: dict[int, pa.RecordBatch] = field(default_factory=dict)
+    _unpublished: list[int] = field(default_factory=list)
+    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def step(self, rows: list[tuple[pa.RecordBatch, list[int]]]) -> tuple[int, StepReport]:
+    async def load(self, rows: list[tuple[pa.RecordBatch, list[int]]], version: int) -> None:
         batch = merge([batch for batch, _ in rows], [indices for _, indices in rows])
         self.floor.place |= dict.fromkeys(batch["ticket"].to_pylist(), "learner")
+        await pass_turns(self.load_turns, version)
+        self.beside += self.busy
+        self._loaded[version] = batch
+
+    async def published(self) -> tuple[int, PublishReport]:
+        tickets = list(self._unpublished)
+        async with self._publishing:  # one call after the other
+            version = self.version
+            await pass_turns(self.publish_turns, version)
+            self.floor.published = version
+        for ticket in tickets:
+            del self.floor.place[ticket]
+        return version, PublishReport(version, 0.0, 0)
+
+    async def step(self) -> StepReport:
+        batch = self._loaded.pop(self.version)
+        self.busy = True
         await pass_turns(self.turns, self.version)
+        self.busy = False
         if self.version == self.dies_at:
             raise FakeWorkerError("learner")
         ages = self._train(batch)
         self.version += 1
-        self.floor.published = self.version
-        for ticket in batch["ticket"].to_pylist():
-            del self.floor.place[ticket]
+        self._unpublished = batch["ticket"].to_pylist()
         by_age = {int(age): int((ages == age).sum()) for age in np.unique(ages)}
         metrics = {"staleness/max_age": float(ages.max(initial=0))} | self.metrics
-        return self.version, StepReport(self.version, metrics, by_age, len(ages), 0.0)
+        return StepReport(self.version, metrics, by_age, len(ages), 0.0, 0.0)
 
     def _train(self, batch: pa.RecordBatch) -> np.ndarray:
         step = StepBatch(batch, Sampled(), self.version, self.bound, 0)
@@ -280,9 +319,10 @@ class ScriptedDepth(Depth):
         self._script = [min(permits, max(batch, value)) for value in script] or [permits]
         self.value = self._script[0]
 
-    def observe(self, waited: float, free_slots: int, left_over: int) -> None:
+    def observe(self, waited: float, free_slots: int, left_over: int) -> str:
         self.observed.append((waited, free_slots, left_over))
         self.value = self._script[len(self.observed) % len(self._script)]
+        return ""
 
 
 class CheckedLoop(Loop):
@@ -339,6 +379,8 @@ def run_config(
     slots: int = 100,
     budget: int = 1,
     flush: float = 0.0,
+    barrier: bool = False,
+    concurrent: int = 2,
 ) -> RunConfig:
     """A configuration of which the loop reads everything, and nothing exists on disk."""
     return parse(
@@ -348,9 +390,13 @@ def run_config(
             "prompts": {"path": "prompts.jsonl"},
             "evaluation": {"path": "evaluation.jsonl"},
             "training": {"steps": steps, "batch": batch},
-            "staleness": {"max": stale, "older": older},
+            "staleness": {"max": stale, "older": older, "barrier": barrier},
             "rollout": {"slots": slots},
-            "scoring": {"token_budget": budget, "flush_seconds": flush},
+            "scoring": {
+                "token_budget": budget,
+                "flush_seconds": flush,
+                "concurrent": concurrent,
+            },
         },
         "a test",
     )
@@ -376,6 +422,8 @@ class Factory:
         lags: Sequence[int] = (0,),
         teacher_turns: Sequence[Script] = ((1,),),
         learner_turns: Script = (1,),
+        load_turns: Script = (1,),
+        publish_turns: Script = (1,),
         depths: Script = (),
     ) -> None:
         """One rollout worker for each of `rollout_turns`, one teacher for each of
@@ -384,7 +432,8 @@ class Factory:
         self.records: list[StepRecord] = []
         self._length = length
         self._rollout_turns, self._lags = rollout_turns, lags
-        self._teacher_turns, self._learner_turns = teacher_turns, learner_turns
+        self._teacher_turns = teacher_turns
+        self._learner_turns = learner_turns, load_turns, publish_turns
         self._hire()
         self.stream = PromptStream(prompts(), seed=0)
         self.loop = CheckedLoop(
@@ -411,7 +460,9 @@ class Factory:
             FakeTeacher(f"teacher-{i}", self.floor, script)
             for i, script in enumerate(self._teacher_turns)
         ]
-        self.learner = FakeLearner(self.floor, self.config.staleness.max, self._learner_turns)
+        step, load, publish = self._learner_turns
+        bound = self.config.staleness.max
+        self.learner = FakeLearner(self.floor, bound, step, load_turns=load, publish_turns=publish)
 
     @property
     def steps(self) -> int:

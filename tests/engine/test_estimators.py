@@ -42,9 +42,9 @@ ESTIMATORS = {
     "sampled": SAMPLED,
     "multi_sample": ReverseKL(cache=MultiSample(n=6)),
     "distinct multi_sample": ReverseKL(cache=MultiSample(n=6, distinct=True)),
-    "poisson": ReverseKL(cache=Poisson(n=8, alpha=0.75)),
+    "poisson": ReverseKL(cache=Poisson(n=8, alpha=0.75, max_ratio=0)),
     "capped poisson": ReverseKL(cache=Poisson(n=8, alpha=0.75, max_ratio=1.5)),
-    "forced poisson": ReverseKL(cache=Poisson(n=8, alpha=0.75, top_k=2)),
+    "forced poisson": ReverseKL(cache=Poisson(n=8, alpha=0.75, top_k=2, max_ratio=0)),
     "top_k_tail": ReverseKL(cache=TopKTail(k=3)),
     "thinned top_k_tail": ReverseKL(cache=TopKTail(k=6, n=4)),
     "student_top_k": ReverseKL(cache=StudentTopK(k=3)),
@@ -53,15 +53,15 @@ ESTIMATORS = {
     "teacher_top_k": ForwardKL(cache=TeacherTopK(k=3)),
     "teacher_multi_sample": ForwardKL(cache=TeacherMultiSample(n=6)),
     "forward dense": FORWARD_DENSE,
-    "jsd poisson": JensenShannon(beta=0.3, cache=Poisson(n=8, alpha=0.75)),
+    "jsd poisson": JensenShannon(beta=0.3, cache=Poisson(n=8, alpha=0.75, max_ratio=0)),
     "jsd teacher_top_k": JensenShannon(beta=0.3, cache=TeacherTopK(k=3)),
     "jsd student_top_k": JensenShannon(beta=0.3, cache=StudentTopK(k=3)),
     "jsd dense": JensenShannon(beta=0.3, cache=Dense()),
     "clipped": ReverseKL(cache=MultiSample(n=6), stabiliser=Clipped()),
     "frozen signal": ReverseKL(cache=Sampled(), stabiliser=Unclipped(signal="rollout")),
     "no ratio": ReverseKL(cache=Sampled(), stabiliser=Unclipped(ratio=False)),
-    "decoupled": ReverseKL(cache=Poisson(n=8), stabiliser=Decoupled()),
-    "m2po": ReverseKL(cache=Poisson(n=8), stabiliser=M2PO()),
+    "decoupled": ReverseKL(cache=Poisson(n=8, max_ratio=0), stabiliser=Decoupled()),
+    "m2po": ReverseKL(cache=Poisson(n=8, max_ratio=0), stabiliser=M2PO()),
 }
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 # Those whose gradient is 0 where student and teacher agree. Not so the teacher's draws, whose
@@ -71,7 +71,7 @@ each_zero_estimator = pytest.mark.parametrize(
 )
 
 
-def poisson(n, alpha, max_ratio=None):
+def poisson(n, alpha, max_ratio=0):
     return ReverseKL(cache=Poisson(n=n, alpha=alpha, max_ratio=max_ratio))
 
 
@@ -340,7 +340,7 @@ def test_poisson_with_forced_ids_has_the_dense_value_and_gradient(n, alpha):
     sets, odds = all_supports(p_old[:, others], n, alpha)
     kept = [forced + [others[i] for i in chosen] for chosen in sets]
     support = ragged(kept, repeat(p_old, len(kept)), repeat(q, len(kept)))
-    estimator = ReverseKL(cache=Poisson(n=n, alpha=alpha, top_k=2))
+    estimator = ReverseKL(cache=Poisson(n=n, alpha=alpha, top_k=2, max_ratio=0))
     assert_unbiased(estimator, z, support, odds, exact_reverse(z, q))
 
 
@@ -359,7 +359,7 @@ def test_poisson_has_the_dense_jensen_shannon_value_and_gradient(n, alpha, beta)
     sets, odds = all_supports(p_old, n, alpha)
     support = ragged(sets, repeat(p_old, len(sets)), repeat(q, len(sets)))
     exact = exact_jsd(z, q, beta) if beta < 1 else exact_reverse(z, q)
-    estimator = JensenShannon(beta=beta, cache=Poisson(n=n, alpha=alpha))
+    estimator = JensenShannon(beta=beta, cache=Poisson(n=n, alpha=alpha, max_ratio=0))
     assert_unbiased(estimator, z, support, odds, exact)
 
 

@@ -52,7 +52,8 @@ RESPONSES = [random_ids(length, 90 + length, 50) for length in (9, 1, 2, 24, 5)]
 ROWS = [[0, 1, 2, 3, 4]]
 TOKENS = sum(map(len, RESPONSES))
 
-SAMPLED, POISSON, DENSE = (ReverseKL(cache=cache) for cache in (Sampled(), Poisson(n=16), Dense()))
+SAMPLED, DENSE = ReverseKL(cache=Sampled()), ReverseKL(cache=Dense())
+POISSON = ReverseKL(cache=Poisson(n=16, max_ratio=0))
 TOP_K, FORWARD_DENSE = ForwardKL(cache=TeacherTopK(k=5)), ForwardKL(cache=Dense())
 MULTI, TAIL = ReverseKL(cache=MultiSample(n=8)), ReverseKL(cache=TopKTail(k=4))
 STUDENT_TOP_K = ReverseKL(cache=StudentTopK(k=5))
@@ -153,6 +154,13 @@ def scored(
     return TeacherWorker(teacher, 1.0, 4096).score([batch], cache)[0]
 
 
+def stepped(learner: LearnerWorker, batches, rows):
+    """One step; the weights that it published, and its report."""
+    learner.load(batches, rows, learner.version)
+    report = learner.step()
+    return learner.published()[0], report
+
+
 def gradient(model: Language) -> Tensor:
     parts = [
         torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
@@ -163,7 +171,7 @@ def gradient(model: Language) -> Tensor:
 
 def step_gradient(make, batch, rows=ROWS, **settings) -> Tensor:
     """The gradient that the optimizer saw in a learner's first step."""
-    make(**settings).step([batch], rows)
+    stepped(make(**settings), [batch], rows)
     return gradient(make.model)
 
 
@@ -270,7 +278,7 @@ def test_a_stabiliser_looks_at_a_whole_step_whatever_its_split_into_micro_batche
             optimizer={"type": "muon", "lr": 1e-9, "matrix_lr": 0.01, "warmup_steps": 0},
         )
         start = flat(make.model)
-        _, report = learner.step([batch], ROWS)
+        _, report = stepped(learner, [batch], ROWS)
         assert 0.02 < report.metrics["policy/clipped_share"] < 0.9, "it has work to do"
         ends.append(flat(make.model) - start)
         gradients.append(gradient(make.model))
@@ -288,7 +296,7 @@ def test_the_split_into_micro_batches_does_not_change_the_weights(make, student,
     for budget in (1, 50, 100_000):
         learner = make(optimizer=optimizer, training={"micro_tokens": budget})
         start = flat(make.model)
-        learner.step([batch], ROWS)
+        stepped(learner, [batch], ROWS)
         ends.append(flat(make.model) - start)
     assert ends[0].norm() > 0
     assert relative(ends[0], ends[2]) < 1e-4
@@ -308,7 +316,7 @@ def test_rows_add_up_whatever_their_company_and_order(make, student, teacher):
 def test_rows_of_several_batches_are_one_step(make, student, teacher):
     batch = scored(student, teacher)
     learner = make()
-    learner.step([batch.slice(3), batch.slice(0, 3)], [[1], [2, 0]])
+    stepped(learner, [batch.slice(3), batch.slice(0, 3)], [[1], [2, 0]])
     assert relative(gradient(make.model), step_gradient(make, batch, [[4, 2, 0]])) < 1e-6
 
 
@@ -324,7 +332,7 @@ def test_only_positions_that_predict_a_response_token_get_a_gradient(make, teach
         seen.append((keywords["input_ids"], output.last_hidden_state))
 
     make.model.model.base_model.register_forward_hook(keep, with_kwargs=True)
-    learner.step([batch], ROWS)
+    stepped(learner, [batch], ROWS)
     ((inputs, states),) = seen
     assert len(inputs) == 5
     pairs = dict(zip(map(tuple, PROMPTS), responses, strict=True))
@@ -364,10 +372,10 @@ def test_the_decoupled_ratio_is_taken_to_the_policy_at_the_steps_start(
     estimator = ReverseKL(cache=Sampled(), stabiliser=stabiliser)
     batch = scored(stale, teacher, estimator)
     settings = {"optimizer": {"lr": 1e-3}, "training": {"micro_tokens": 50}}
-    make(estimator, **settings).step([batch], ROWS)
+    stepped(make(estimator, **settings), [batch], ROWS)
     between = make.model  # after the first of the two updates
     settings["training"] |= {"passes": 2}
-    make(estimator, **settings).step([batch], ROWS)
+    stepped(make(estimator, **settings), [batch], ROWS)
     second = gradient(make.model)
     assert relative(second, naive_decoupled(between, student, batch, stabiliser)) < 1e-4
     others = {"the last update": between, "the sampler": stale}
@@ -385,12 +393,12 @@ def test_the_ratio_of_fresh_tokens_is_1(make, student, teacher, temperature):
     rollouts, _ = worker.generate(prompt_batch(PROMPTS))
     batch, _ = TeacherWorker(teacher, 1.0, 64).score([rollouts], Poisson())
     learner = make(ReverseKL(), rollout={"temperature": temperature})
-    _, report = learner.step([batch], ROWS)
+    _, report = stepped(learner, [batch], ROWS)
     assert report.metrics["policy/ratio_deviation"] < 1e-3
     assert report.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-3)
     assert report.metrics["policy/effective_sample"] == pytest.approx(1, abs=1e-3)
     # A learner that believes in another temperature is found out.
-    _, report = make(ReverseKL(), rollout={"temperature": 0.85}).step([batch], ROWS)
+    _, report = stepped(make(ReverseKL(), rollout={"temperature": 0.85}), [batch], ROWS)
     assert report.metrics["policy/ratio_deviation"] > 0.01
 
 
@@ -401,10 +409,10 @@ def test_the_ratio_deviation_leaves_out_responses_that_a_swap_went_through(make,
     logprobs = batch["sampler_logprobs"].to_pylist()
     logprobs[0] = [x - 1 for x in logprobs[0]]  # what old keys and values may do
     batch = with_column(batch, "sampler_logprobs", logprobs)
-    assert make().step([batch], ROWS)[1].metrics["policy/ratio_deviation"] < 1e-3
+    assert stepped(make(), [batch], ROWS)[1].metrics["policy/ratio_deviation"] < 1e-3
     logprobs[3] = [x - 1 for x in logprobs[3]]
     batch = with_column(batch, "sampler_logprobs", logprobs)
-    assert make().step([batch], ROWS)[1].metrics["policy/ratio_deviation"] > 1
+    assert stepped(make(), [batch], ROWS)[1].metrics["policy/ratio_deviation"] > 1
 
 
 def test_dropout_in_a_models_configuration_does_not_reach_the_learner(
@@ -414,7 +422,7 @@ def test_dropout_in_a_models_configuration_does_not_reach_the_learner(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     batch = scored(student, teacher)
-    _, report = make(folder=folder).step([batch], ROWS)
+    _, report = stepped(make(folder=folder), [batch], ROWS)
     assert report.metrics["policy/ratio_deviation"] < 1e-3
 
 
@@ -422,7 +430,7 @@ def test_dropout_in_a_models_configuration_does_not_reach_the_learner(
 def test_a_student_that_is_its_teacher_gets_no_gradient(make, student, estimator):
     batch = scored(student, student, estimator)
     learner = make(estimator)
-    _, report = learner.step([batch], ROWS)
+    _, report = stepped(learner, [batch], ROWS)
     assert gradient(make.model).norm() < 1e-5
     assert abs(report.metrics["train/loss"]) < 1e-6
 
@@ -442,7 +450,7 @@ def test_the_dense_loss_is_the_exact_divergence_per_token(make, student, teacher
             kl = (log_p.exp() * (log_p - log_q)).sum(-1)
             naive += kl[len(prompt) - 1 : -1].double().sum().item()
     assert total / tokens == pytest.approx(naive / tokens, abs=1e-5)
-    _, report = learner.step([batch], ROWS)
+    _, report = stepped(learner, [batch], ROWS)
     assert report.metrics["train/loss"] == pytest.approx(naive / tokens, abs=1e-5)
 
 
@@ -481,7 +489,7 @@ def test_tokens_beyond_the_bound_contribute_nothing(
     batch, counted = aged(student, teacher, estimator)
     learner = make(estimator)
     learner.version = 5
-    _, report = learner.step([batch], ROWS)
+    _, report = stepped(learner, [batch], ROWS)
     expected = naive_gradient(tiny_student, batch, estimator, counted=counted)
     assert relative(gradient(make.model), expected) < 1e-5
     assert report.trained_tokens == report.metrics["train/tokens"] == 6 + 1 + 10 + 5
@@ -511,7 +519,7 @@ def test_how_far_tokens_are_left_behind_is_told_for_each_age(make, student, stal
 
     learner = make(estimator, staleness={"max": 3}, training={"passes": 2})
     learner.version = 5
-    _, report = learner.step([batch], ROWS)
+    _, report = stepped(learner, [batch], ROWS)
     expected = {}
     groups = {None: [x for group in tokens.values() for x in group]} | tokens
     for age, group in groups.items():
@@ -541,7 +549,7 @@ def test_nothing_that_a_masked_token_carries_reaches_the_loss(make, student, tea
     for teacher_logprobs in (rows, spoilt):
         learner = make()
         learner.version = 5
-        learner.step([with_column(batch, "teacher_logprobs", teacher_logprobs)], ROWS)
+        stepped(learner, [with_column(batch, "teacher_logprobs", teacher_logprobs)], ROWS)
         gradients.append(gradient(make.model))
     assert torch.equal(*gradients)
 
@@ -553,10 +561,10 @@ def test_a_batch_that_is_masked_altogether_moves_nothing(
 ):
     batch = scored(student, teacher, estimator)
     learner = make(estimator, optimizer={"type": optimizer, "weight_decay": 0.1})
-    learner.step([batch], ROWS)  # momentum that could go on
+    stepped(learner, [batch], ROWS)  # momentum that could go on
     learner.version = 9
     before = flat(make.model)
-    weights, report = learner.step([batch], ROWS)
+    weights, report = stepped(learner, [batch], ROWS)
     assert torch.equal(flat(make.model), before)
     assert weights.version == report.version == 10
     assert report.trained_tokens == 0
@@ -573,7 +581,7 @@ def test_a_step_trains_and_makes_the_next_version(make, student, teacher, estima
     learner = make(estimator)
     before = flat(make.model)
     for version in (1, 2):
-        weights, report = learner.step([batch], ROWS)
+        weights, report = stepped(learner, [batch], ROWS)
         assert weights.version == report.version == learner.version == version
         assert all(math.isfinite(value) for value in report.metrics.values())
         assert report.metrics["train/skipped_updates"] == 0
@@ -590,16 +598,16 @@ def test_an_update_with_a_non_finite_gradient_is_skipped_and_counted(
     bad = with_column(batch, "teacher_logprobs", rows)
     learner = make()
     before = flat(make.model)
-    _, report = learner.step([bad], ROWS)
+    _, report = stepped(learner, [bad], ROWS)
     assert report.metrics["train/skipped_updates"] == 1
     assert torch.equal(flat(make.model), before)
     # The next one trains as if nothing had been.
-    _, report = learner.step([batch], ROWS)
+    _, report = stepped(learner, [batch], ROWS)
     assert report.metrics["train/skipped_updates"] == 0
     assert math.isfinite(report.metrics["train/loss"])
     moved = flat(make.model)
     other = make()
-    other.step([batch], ROWS)
+    stepped(other, [batch], ROWS)
     assert (moved - flat(make.model)).abs().max() < 1e-3  # one step of 1e-3, at another rate
     assert not torch.equal(moved, before)
 
@@ -611,7 +619,7 @@ def test_one_bad_mini_batch_does_not_stop_the_others(make, student, teacher):
     bad = with_column(batch, "teacher_logprobs", rows)
     learner = make(training={"batch": 5, "mini_batches": 5})
     before = flat(make.model)
-    _, report = learner.step([bad], ROWS)
+    _, report = stepped(learner, [bad], ROWS)
     assert report.metrics["train/skipped_updates"] == 1
     assert math.isfinite(report.metrics["train/grad_norm"])
     assert not torch.equal(flat(make.model), before)
@@ -629,7 +637,7 @@ def test_passes_and_mini_batches_are_updates_and_each_pass_sees_each_row_once(
         seen.append(len(keywords["input_ids"][0]))
 
     make.model.model.base_model.register_forward_pre_hook(keep, with_kwargs=True)
-    _, report = learner.step([batch], ROWS)
+    _, report = stepped(learner, [batch], ROWS)
     lengths = [len(p) + len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     assert [sorted(seen[i : i + 5]) for i in (0, 5, 10)] == [sorted(lengths)] * 3
     assert seen[:5] != seen[5:10] or seen[:5] != seen[10:]  # shuffled anew in each pass
@@ -646,7 +654,7 @@ def test_passes_and_mini_batches_are_updates_and_each_pass_sees_each_row_once(
 
 def test_a_large_gradient_is_clipped(make, student, teacher):
     batch = scored(student, teacher)
-    _, report = make(optimizer={"clip": 0.01}).step([batch], ROWS)
+    _, report = stepped(make(optimizer={"clip": 0.01}), [batch], ROWS)
     assert report.metrics["train/grad_norm"] > 0.1  # before clipping
     assert gradient(make.model).norm().item() == pytest.approx(0.01, rel=1e-3)
 
@@ -661,12 +669,12 @@ def test_the_divergence_falls_as_a_student_learns_from_its_own_responses(
     learner = make(DENSE, **settings)
     prompts = [random_ids(6, seed, 50) for seed in range(8)]
     rows = [list(range(8))]
-    weights = learner.published()
+    weights, _ = learner.published()
     kls = []
     for step in range(30):
         rollouts, _ = worker.generate(prompt_batch(prompts, first_ticket=8 * step), weights)
         batch, _ = scorer.score([rollouts], Dense())
-        weights, report = learner.step([batch], rows)
+        weights, report = stepped(learner, [batch], rows)
         kls.append(report.metrics["train/loss"])
     assert np.mean(kls[-3:]) < 0.5 * kls[0]
     assert worker.version == 29
@@ -677,7 +685,7 @@ def test_the_divergence_falls_as_a_student_learns_from_its_own_responses(
 
 def test_published_weights_are_the_learners_own(make, student, teacher, tiny_teacher):
     batch = scored(student, teacher)
-    weights, _ = make().step([batch], ROWS)
+    weights, _ = stepped(make(), [batch], ROWS)
     receiver = language(tiny_teacher)
     load_into(receiver.model, weights)
     assert torch.equal(flat(receiver), flat(make.model))
@@ -686,13 +694,13 @@ def test_published_weights_are_the_learners_own(make, student, teacher, tiny_tea
 def test_a_bfloat16_learner_keeps_float32_masters_and_publishes_bfloat16(make, student, teacher):
     batch = scored(student, teacher)
     learner = make(dtype=torch.bfloat16)
-    weights, report = learner.step([batch], ROWS)
+    weights, report = stepped(learner, [batch], ROWS)
     assert {entry.dtype for entry in weights.entries} == {torch.bfloat16}
     assert {parameter.dtype for parameter in make.model.model.parameters()} == {torch.float32}
     assert report.metrics["policy/ratio_deviation"] < 0.2  # 8 bits of mantissa
     exact = step_gradient(make, batch)
     learner = make(dtype=torch.bfloat16)
-    learner.step([batch], ROWS)
+    stepped(learner, [batch], ROWS)
     assert relative(gradient(make.model), exact) < 0.05
 
 
@@ -705,11 +713,11 @@ def test_a_restored_learner_goes_on_bit_for_bit(make, student, teacher, tmp_path
         "staleness": {"max": 9},  # of one batch, trained on again and again
     }
     learner = make(**settings)
-    learner.step([batch], ROWS)
-    learner.step([batch], ROWS)
+    stepped(learner, [batch], ROWS)
+    stepped(learner, [batch], ROWS)
     learner.save(tmp_path, [batch], [[4, 1]])
-    learner.step([batch], ROWS)
-    learner.step([batch], ROWS)
+    stepped(learner, [batch], ROWS)
+    stepped(learner, [batch], ROWS)
     expected = flat(make.model)
 
     other = make(**settings)
@@ -718,8 +726,8 @@ def test_a_restored_learner_goes_on_bit_for_bit(make, student, teacher, tmp_path
     assert validate(buffer, SCORED).equals(batch.take(pa.array([4, 1])))
     assert metas == describe(buffer)
     assert not torch.equal(flat(make.model), expected)
-    other.step([batch], ROWS)
-    other.step([batch], ROWS)
+    stepped(other, [batch], ROWS)
+    stepped(other, [batch], ROWS)
     assert torch.equal(flat(make.model), expected)
 
 
@@ -728,7 +736,7 @@ def test_restored_rows_can_be_trained_on(make, student, teacher, tmp_path):
     learner = make()
     learner.save(tmp_path, [batch], ROWS)
     _, buffer, _ = learner.restore(tmp_path, 0)
-    learner.step([buffer], ROWS)
+    stepped(learner, [buffer], ROWS)
     assert torch.equal(gradient(make.model), step_gradient(make, batch))
 
 
@@ -742,7 +750,7 @@ def test_a_checkpoint_without_waiting_rows_restores_an_empty_buffer(make, tmp_pa
 
 def test_a_checkpoints_model_is_an_ordinary_folder(make, student, teacher, tmp_path):
     batch = scored(student, teacher)
-    make().step([batch], ROWS)
+    stepped(make(), [batch], ROWS)
     trained = make.model
     trained.save(tmp_path)
     assert torch.equal(flat(language(tmp_path)), flat(trained))

@@ -123,8 +123,8 @@ def test_old_responses_are_dropped_and_their_prompts_tried_again_until_given_up(
 
 
 def test_a_dropped_prompt_trains_in_its_second_attempt_if_that_is_in_time():
-    # The 40 tokens of ticket 5 take long for a fast learner; after 4 steps it is a slow one.
-    learner = (1,) * 4 + (400,) * 5
+    # The 40 tokens of ticket 5 take long for a fast learner; after 3 steps it is a slow one.
+    learner = (1,) * 3 + (400,) * 6
     factory = Factory(
         run_config(stale=1, older="drop", steps=9), length=one_slow, learner_turns=learner
     ).run()
@@ -251,17 +251,42 @@ def test_a_teacher_that_hangs_on_one_batch_holds_up_no_other_and_ages_nothing_un
     lengths=st.lists(st.sampled_from([1, 2, 5, 30]), min_size=1, max_size=7),
     depths=st.lists(st.integers(1, 20), max_size=3),
     ends=st.sets(st.integers(1, 5), max_size=3),
+    barrier=st.booleans(),
+    beside=st.lists(st.integers(1, 20), min_size=2, max_size=2),
 )
 def test_in_any_order_a_run_ends_with_all_accounted_for_and_no_token_beyond_the_bound(
-    stale, older, batch, slots, budget, rollouts, teachers, learner, lags, lengths, depths, ends
+    stale,
+    older,
+    batch,
+    slots,
+    budget,
+    rollouts,
+    teachers,
+    learner,
+    lags,
+    lengths,
+    depths,
+    ends,
+    barrier,
+    beside,
 ):
     factory = Factory(
-        run_config(stale=stale, older=older, steps=6, batch=batch, slots=slots, budget=budget),
+        run_config(
+            stale=stale,
+            older=older,
+            steps=6,
+            batch=batch,
+            slots=slots,
+            budget=budget,
+            barrier=barrier,
+        ),
         length=lambda ticket: lengths[ticket % len(lengths)],
         rollout_turns=rollouts,
         lags=lags,
         teacher_turns=teachers,
         learner_turns=learner,
+        load_turns=beside[:1],
+        publish_turns=beside[1:],
         depths=depths,
     ).run(*sorted(ends), 6)
     assert_complete(factory)
@@ -320,7 +345,7 @@ def test_rollouts_that_never_fill_the_token_budget_are_sent_when_the_flush_time_
 def test_waiting_rollouts_are_sent_as_many_as_fit_once_they_fill_the_token_budget():
     # One at a time come rollouts of 5 tokens. Three fill a budget of 12, and two fit into it; the
     # flush time would outlast the test.
-    config = run_config(batch=9, stale=0, slots=1, budget=12, flush=1000.0)
+    config = run_config(batch=9, stale=0, slots=1, budget=12, flush=1000.0, concurrent=1)
     factory = Factory(config, length=lambda ticket: 5 - tokens[ticket])
     stream = factory.stream.take(9)
     tokens = dict(zip(stream["ticket"].to_pylist(), row_lengths(stream, "prompt_ids"), strict=True))
@@ -328,7 +353,10 @@ def test_waiting_rollouts_are_sent_as_many_as_fit_once_they_fill_the_token_budge
 
     async def until_too_few_are_left() -> None:
         generation = asyncio.create_task(factory.loop.generate(1))
-        while len(factory.floor.generated) < 9 or "teacher-0" in factory.floor.place.values():
+        quiet = 0
+        while quiet < 20:  # turns without a rollout in generation or at the teacher
+            busy = "teacher-0" in factory.floor.place.values()
+            quiet = 0 if busy or len(factory.floor.generated) < 9 else quiet + 1
             await asyncio.sleep(0)
         generation.cancel()
 
@@ -397,6 +425,29 @@ def test_workers_share_the_permits_evenly_at_the_start():
     assert set(held.values()) == {4}, "12 permits for 3 workers"
 
 
+def test_requests_go_to_the_teacher_worker_with_the_least_to_do():
+    factory = Factory(
+        run_config(stale=3, steps=40, batch=4, budget=1),
+        teacher_turns=[(1,), (60,), (1,)],
+        rollout_turns=[(1,), (1,)],
+        length=uneven,
+    ).run()
+    fast, slow, other = (sum(teacher.calls) for teacher in factory.teachers)
+    assert slow < fast / 3 and slow < other / 3
+    assert_each_ticket_trained_once(factory)
+
+
+@pytest.mark.parametrize("concurrent", [1, 2, 3])
+def test_a_teacher_worker_has_so_many_requests_at_the_same_time_if_they_are_full(concurrent):
+    config = run_config(stale=3, steps=20, budget=1, concurrent=concurrent)
+    factory = Factory(config, teacher_turns=[(50,)]).run()
+    assert factory.teachers[0].most == concurrent
+    # Rollouts that don't fill the budget wait until the worker is free.
+    config = run_config(stale=3, steps=20, budget=10**9, concurrent=concurrent)
+    factory = Factory(config, teacher_turns=[(50,)]).run()
+    assert factory.teachers[0].most == 1
+
+
 def test_the_last_steps_generate_no_more_than_they_need():
     factory = Factory(run_config(stale=3, steps=2, batch=5)).run()
     assert len(factory.floor.started) == 10, "though 20 permits are there"
@@ -442,6 +493,70 @@ def test_one_worker_has_new_weights_while_another_is_in_the_middle_of_a_slice():
     assert seen == [2, 0]
 
 
+# Beside the step
+
+
+@each_mode
+@pytest.mark.parametrize("stale", [1, 3])
+def test_the_next_batch_is_loaded_while_the_learner_trains(stale, older):
+    config = run_config(stale=stale, older=older, steps=12)
+    factory = Factory(config, learner_turns=(60,), load_turns=(9,)).run()
+    assert factory.learner.beside >= 10, "all but the first, and the one when permits ran out"
+    assert total(factory, "wait/learner") < 12
+    assert_each_ticket_trained_once(factory)
+
+
+def test_nothing_is_loaded_beside_a_step_when_training_is_synchronous():
+    factory = Factory(run_config(stale=0, steps=12), learner_turns=(60,), load_turns=(9,)).run()
+    assert factory.learner.beside == 0
+
+
+@each_mode
+@each_bound
+def test_permits_come_back_when_weights_are_published_however_long_that_takes(stale, older):
+    factory = Factory(
+        run_config(stale=stale, older=older, steps=12),
+        length=uneven,
+        learner_turns=(3,),
+        publish_turns=(1, 40),
+    ).run()
+    # Ticket t begins when step t // 4 - stale has been published, and its weights are in use.
+    for ticket, attempt, published in factory.floor.started:
+        if attempt == 0:
+            assert ticket // 4 - published <= stale
+    assert max(counted_ages(factory)) == stale
+    assert_complete(factory)
+
+
+# Whole batches
+
+
+@pytest.mark.parametrize("older", OLDER)
+@pytest.mark.parametrize("stale", [0, 1, 2])
+def test_under_the_barrier_a_batch_is_generated_by_one_version_and_scored_when_complete(
+    stale, older
+):
+    factory = Factory(
+        run_config(stale=stale, older=older, steps=12, barrier=True, budget=1000, slots=3),
+        length=uneven,
+        rollout_turns=[(1,), (5, 2)],
+        teacher_turns=[(7,)],
+        learner_turns=(4,),
+    ).run()
+    assert_each_ticket_trained_once(factory)
+    assert max(counted_ages(factory)) == stale
+    assert masked(factory) + total(factory, "staleness/dropped_responses") == 0
+    by_ticket = {row.ticket: row for row in factory.trained}
+    for batch in range(12):
+        rows = [by_ticket[ticket] for ticket in range(4 * batch, 4 * batch + 4)]
+        assert {row.step for row in rows} == {batch}
+        versions = {row.step - age for row in rows for age in row.ages}
+        assert len(versions) == 1, "no weights are swapped within a batch"
+    assert factory.teachers[0].calls == [4] * 12
+    order = [ticket // 4 for ticket, _, _ in factory.floor.started]
+    assert order == sorted(order), "a batch begins when the last has been generated"
+
+
 # Failures
 
 
@@ -476,7 +591,7 @@ def test_the_death_of_the_learner_ends_generation():
 
     with pytest.raises(ExceptionGroup) as error:
         asyncio.run(run())
-    assert error.group_contains(FakeWorkerError, match="learner", depth=1)
+    assert error.group_contains(FakeWorkerError, match="learner")
     assert ended["generate"].cancelled()
     assert factory.loop.version == 3
 

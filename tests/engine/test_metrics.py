@@ -16,7 +16,7 @@ AGED = {
 
 
 def test_known_metrics_pass_unchanged():
-    values = {"train/loss": 0.5, "wait/learner_seconds": 2.0}
+    values = {"train/loss": 0.5, "wait/learner": 2.0}
     assert checked(values) == values
     assert checked({}) == {}
 

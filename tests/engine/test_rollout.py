@@ -55,7 +55,7 @@ class ScriptedSampler:
         self.versions[request.ticket] = []
         self._going.append(request.ticket)
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights, reprefill: bool = False) -> None:
         self.loads.append(weights.version)
         self.version = weights.version
 

@@ -91,3 +91,8 @@ def test_the_table_shows_every_estimator_at_every_staleness():
     study.show(pa.Table.from_pylist(rows, ROW), config, console)
     text = console.export_text()
     assert "0.03±0.32" in text and "0.83±0.32" in text
+
+
+def test_the_study_that_comes_with_opdflow_is_a_valid_one():
+    shipped = study.load(study.DEFAULT, [])
+    assert len(shipped.estimators) >= 6 and len(shipped.staleness) >= 7 and shipped.seeds >= 3
