@@ -37,10 +37,12 @@ from engine.config import (
     ReverseKL,
     Sampled,
     StudentTopK,
+    TeacherHidden,
     TeacherMultiSample,
     TeacherTopK,
     TopKTail,
     chosen_by_teacher,
+    is_whole,
 )
 from engine.estimators import Loss, loss_of, m2po_bound
 from engine.head import chunked_loss, positions_per_chunk
@@ -159,6 +161,7 @@ def alternatives(estimator: Estimator) -> list[Estimator]:
     match estimator:
         case ReverseKL():
             caches: list[Cache] = [
+                TeacherHidden(),
                 Sampled(),
                 *(MultiSample(n=n) for n in (4, 16, 64)),
                 *(MultiSample(n=n, distinct=True) for n in (16, 64)),
@@ -174,12 +177,14 @@ def alternatives(estimator: Estimator) -> list[Estimator]:
             others: list[Estimator] = [ReverseKL.model_validate({"cache": c}) for c in caches]
         case ForwardKL():
             caches = [
+                TeacherHidden(),
                 *(TeacherTopK(k=k) for k in (1, 4, 16, 64)),
                 *(TeacherMultiSample(n=n) for n in (1, 4, 16, 64)),
             ]
             others = [ForwardKL.model_validate({"cache": c}) for c in caches]
         case JensenShannon(beta=beta):
             caches = [
+                TeacherHidden(),
                 *(TeacherTopK(k=k) for k in (4, 16, 64)),
                 *(StudentTopK(k=k) for k in (4, 16, 64)),
                 *(Poisson(n=n) for n in (16, 64, 256, 1024)),
@@ -218,6 +223,10 @@ class _Scene:
     log_p: Float[Tensor, "n V"]
     log_p_old: Float[Tensor, "n V"]
     log_q: Float[Tensor, "n V"]
+    log_q_of_hidden: Float[Tensor, "n V"]
+    """As the learner makes it of hidden states, which travel as float16."""
+    hidden_bytes: int
+    """Of the teacher's hidden state at a token."""
 
     @classmethod
     def of(
@@ -232,6 +241,7 @@ class _Scene:
         inputs = sequences(batch, np.arange(batch.num_rows)).to(student.device)
         hidden = student.hidden(inputs)
         with torch.no_grad():
+            states = teacher.hidden(inputs)
             return cls(
                 student,
                 ours,
@@ -239,7 +249,9 @@ class _Scene:
                 inputs.sources // inputs.input_ids.shape[1],
                 student.logprobs(hidden, ours),
                 sampler.logprobs(sampler.hidden(inputs), ours),
-                teacher.logprobs(teacher.hidden(inputs), theirs),
+                teacher.logprobs(states, theirs),
+                teacher.logprobs(states.half().to(states.dtype), theirs),
+                2 * states.shape[1],
             )
 
     @property
@@ -256,7 +268,7 @@ class _Scene:
         return self[torch.from_numpy(np.sort(order)).to(self.log_p.device)]
 
     def __getitem__(self, tokens: Tensor) -> "_Scene":
-        columns = ("hidden", "owners", "log_p", "log_p_old", "log_q")
+        columns = ("hidden", "owners", "log_p", "log_p_old", "log_q", "log_q_of_hidden")
         return replace(self, **{name: getattr(self, name)[tokens] for name in columns})
 
     def chunks(self) -> Iterator["_Scene"]:
@@ -271,9 +283,10 @@ class _Scene:
         rows = torch.arange(n, device=self.log_p.device)
         emitted = torch.multinomial(self.log_p_old.exp(), 1, generator=generator).squeeze(1)
         nothing = self.log_p.new_zeros(0)
-        if isinstance(cache, Dense):
+        if is_whole(cache):
+            log_q = self.log_q if isinstance(cache, Dense) else self.log_q_of_hidden
             counts = torch.full_like(rows, self.vocabulary)
-            ids, draws, teacher = rows[:0], rows[:0], self.log_q.reshape(-1)
+            ids, draws, teacher = rows[:0], rows[:0], log_q.reshape(-1)
             sampler = proximal = nothing
         else:
             by_teacher = chosen_by_teacher(cache)
@@ -398,7 +411,7 @@ def _loss(estimator: Estimator, scene: _Scene, support: Support) -> Loss:
 def _audited(scene: _Scene, estimator: Estimator, repeats: int, seed: int) -> Audit:
     generator = torch.Generator(scene.log_p.device).manual_seed(seed)
     cache = estimator.cache
-    if isinstance(cache, StudentTopK | TeacherTopK | Dense):
+    if isinstance(cache, StudentTopK | TeacherTopK) or is_whole(cache):
         repeats = 1  # nothing is drawn
     exact = _exact(estimator)
     positions: list[_Errors] = []
@@ -421,7 +434,11 @@ def _audited(scene: _Scene, estimator: Estimator, repeats: int, seed: int) -> Au
     n = len(scene.log_p)
     return Audit(
         estimator=label(estimator),
-        bytes_per_token=kept / n * entry_bytes(cache),
+        bytes_per_token=(
+            scene.hidden_bytes
+            if isinstance(cache, TeacherHidden)
+            else kept / n * entry_bytes(cache)
+        ),
         kept_ids=kept / n,
         tail_mass=max(0.0, 1 - covered / n),
         **_position_errors(positions, scene.entropy),

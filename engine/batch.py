@@ -13,7 +13,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from engine.config import Cache, Dense, chosen_by_teacher
+from engine.config import Cache, Dense, TeacherHidden, chosen_by_teacher
+from engine.schema import CACHED
 from engine.support import Support
 
 # What a forward pass costs by itself, in padded tokens: the larger, the fewer and wider the passes.
@@ -102,6 +103,10 @@ class StepBatch:
         self._columns = {"teacher_logprobs": self._entries.values} | _cached(batch, cache)
         if isinstance(cache, Dense) and np.any(self._entries.lengths != vocabulary):
             raise ValueError(f"a dense cache must have all {vocabulary} ids at each token")
+        self._hidden = _matrix(Ragged.nested(batch["teacher_hidden"]))
+        if isinstance(cache, TeacherHidden) and self._hidden.shape[1] == 0 and len(self._hidden):
+            raise ValueError("a cache of the teacher's hidden states has none at its tokens")
+        self.cached_bytes = sum(batch[name].flatten().flatten().nbytes for name in CACHED)
         self.ages = version - token_versions(batch)
         self.counted = self.ages <= max_age
         whole = Ragged.of(batch["version_runs"]).lengths == 1
@@ -138,6 +143,7 @@ class StepBatch:
             offsets=torch.from_numpy(_offsets(self._entries.lengths[tokens])),
             token_ids=_long(responses.values[counted]).to(device),
             token_sampler_logprobs=_float(self._sampler_logprobs[tokens]).to(device),
+            teacher_hidden=self._states(tokens).to(device),
             **columns,
         )
         sequences = _sequences(prompts, responses, counted).to(device)
@@ -148,6 +154,11 @@ class StepBatch:
             torch.from_numpy(self.ages[tokens]),
             entries,
         )
+
+    def _states(self, tokens: np.ndarray) -> Tensor:
+        if self._hidden.shape[1] == 0:
+            return torch.zeros(0)
+        return torch.from_numpy(self._hidden[tokens])
 
     def set_proximal(self, logprobs: np.ndarray) -> None:
         """log p of every entry at the step's start, for stabilisers that compare with it."""
@@ -225,6 +236,12 @@ def _sequences(prompts: Ragged, responses: Ragged, counted: np.ndarray) -> Seque
         torch.from_numpy(present.astype(np.int64)),
         torch.from_numpy(sources[counted]),
     )
+
+
+def _matrix(lists: Ragged) -> np.ndarray:
+    """Lists of one length as rows."""
+    width = int(lists.lengths.max(initial=0))
+    return lists.values.reshape(len(lists.lengths), width)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ import pyarrow as pa
 import ray
 
 from engine.backends import vllm_environment
-from engine.config import Cache, RunConfig
+from engine.config import Cache, RunConfig, TeacherHidden
 from engine.learner import LearnerWorker, PublishReport, StepReport
 from engine.models import Language, pick_device, pick_dtype, stop_ids
 from engine.preflight import Inputs
@@ -118,6 +118,9 @@ class TeacherActor:
     ) -> tuple[pa.RecordBatch, ScoreReport]:
         return self._worker.score(list(batches), cache, rows)
 
+    def head(self) -> Weights:
+        return self._worker.head()
+
     @ray.method(num_returns=2)
     def answer(self, prompts: pa.RecordBatch) -> tuple[pa.RecordBatch, RolloutReport]:
         rollout = self._config.rollout
@@ -141,6 +144,9 @@ class LearnerActor:
 
     def ready(self) -> None:
         """Answers when the model is loaded."""
+
+    def imitate(self, teacher: Path, head: Weights) -> None:
+        self._worker.imitate(teacher, head)
 
     @ray.method(concurrency_group="load")
     def load(self, rows: list[list[int]], version: int, *batches: pa.RecordBatch) -> None:
@@ -313,6 +319,9 @@ class Cluster:
         learner = _actor(LearnerActor, len(training_cores), gpus, {}, groups)
         self.learner = Learner(learner.remote(config, inputs.student, training_cores))
         await asyncio.gather(*(_ready(name, actor) for name, actor in self._actors()))
+        if isinstance(config.estimator.cache, TeacherHidden):
+            head = self.teachers[0].actor.head.remote()
+            await self.learner.actor.imitate.remote(inputs.teacher, head)
 
     def _actors(self) -> list[tuple[str, Any]]:
         rollouts = [(worker.name, worker.actor) for worker in self.rollouts]

@@ -189,6 +189,14 @@ class Dense(Section):
     type: Literal["dense"] = "dense"
 
 
+class TeacherHidden(Section):
+    """The teacher's last hidden state, of which the learner, who holds the teacher's head, makes
+    the whole distribution: exact at any age, with nothing to choose. 2 bytes a dimension, which is
+    for workers near each other; take `poisson` where links are narrow."""
+
+    type: Literal["teacher_hidden"] = "teacher_hidden"
+
+
 class TeacherTopK(Section):
     """The teacher's k likeliest ids and a bucket for the rest."""
 
@@ -259,9 +267,9 @@ class ReverseKL(Section):
 
     type: Literal["reverse_kl"] = "reverse_kl"
     cache: Annotated[
-        Sampled | MultiSample | StudentTopK | Poisson | TopKTail | Dense,
+        Sampled | MultiSample | StudentTopK | Poisson | TopKTail | TeacherHidden | Dense,
         Field(discriminator="type"),
-    ] = Poisson()
+    ] = TeacherHidden()
     """What is cached of the two distributions at each token."""
     stabiliser: Stabiliser = Unclipped()
     """What is done against stale rollouts, beyond the importance ratio. Other than the default, for
@@ -269,7 +277,8 @@ class ReverseKL(Section):
 
     @model_validator(mode="after")
     def _stabilises_a_ratio(self) -> "ReverseKL":
-        if isinstance(self.cache, Dense | StudentTopK) and self.stabiliser != Unclipped():
+        summed = isinstance(self.cache, Dense | TeacherHidden | StudentTopK)
+        if summed and self.stabiliser != Unclipped():
             raise ValueError(
                 f"the cache `{self.cache.type}` is summed under the present student, without an "
                 "importance ratio, so there is nothing to stabilise: leave out "
@@ -288,9 +297,9 @@ class ForwardKL(Section):
     """KL(teacher || student): the student covers all that the teacher would say."""
 
     type: Literal["forward_kl"] = "forward_kl"
-    cache: Annotated[TeacherTopK | TeacherMultiSample | Dense, Field(discriminator="type")] = (
-        TeacherTopK()
-    )
+    cache: Annotated[
+        TeacherTopK | TeacherMultiSample | TeacherHidden | Dense, Field(discriminator="type")
+    ] = TeacherHidden()
     """What is cached of the two distributions at each token."""
 
 
@@ -301,9 +310,9 @@ class JensenShannon(Section):
     type: Literal["jsd"] = "jsd"
     beta: float = Field(0.5, ge=0, le=1)
     """0 is the forward KL and 1 the reverse KL, which are its limits over beta and 1 - beta."""
-    cache: Annotated[Poisson | StudentTopK | TeacherTopK | Dense, Field(discriminator="type")] = (
-        Poisson()
-    )
+    cache: Annotated[
+        Poisson | StudentTopK | TeacherTopK | TeacherHidden | Dense, Field(discriminator="type")
+    ] = TeacherHidden()
     """What is cached of the two distributions at each token."""
 
     @model_validator(mode="after")
@@ -323,6 +332,7 @@ Cache = (
     | StudentTopK
     | Poisson
     | TopKTail
+    | TeacherHidden
     | Dense
     | TeacherTopK
     | TeacherMultiSample
@@ -331,7 +341,12 @@ Cache = (
 
 def chosen_by_teacher(cache: Cache) -> bool:
     """Whether the sampler keeps nothing: the teacher chooses the ids, or takes all of them."""
-    return isinstance(cache, TeacherTopK | TeacherMultiSample | Dense)
+    return isinstance(cache, TeacherTopK | TeacherMultiSample) or is_whole(cache)
+
+
+def is_whole(cache: Cache) -> bool:
+    """Whether the learner sees the teacher's whole vocabulary."""
+    return isinstance(cache, Dense | TeacherHidden)
 
 
 class OptimizerConfig(Section):

@@ -56,9 +56,11 @@ from engine.config import (
     ReverseKL,
     Stabiliser,
     StudentTopK,
+    TeacherHidden,
     TeacherMultiSample,
     TopKTail,
     Unclipped,
+    is_whole,
 )
 from engine.support import Support, log_expansion
 
@@ -98,7 +100,7 @@ def loss_of(estimator: Estimator, bound: float = math.inf) -> Loss:
             return partial(forward_draws, n=n)
         case ForwardKL() | JensenShannon(beta=0):
             return partial(coarse, cache=cache, divergence=forward_terms)
-        case JensenShannon(beta=beta, cache=Poisson() | Dense()):
+        case JensenShannon(beta=beta, cache=Poisson() | Dense() | TeacherHidden()):
             return partial(jensen_shannon, cache=cache, beta=beta)
         case JensenShannon(beta=beta):
             return partial(coarse, cache=cache, divergence=partial(jsd_terms, beta=beta))
@@ -165,7 +167,7 @@ def _entries(
 ) -> tuple[Tensor, Tensor, Tensor, Bool[Tensor, " m"]]:
     """log p, log q and log p_old of each entry, 0 where one is impossible; and where none is."""
     log_p, log_q = support.gather(learner_logprobs), support.teacher_logprobs
-    log_p_old = log_q if isinstance(cache, Dense) else support.sampler_logprobs
+    log_p_old = log_q if is_whole(cache) else support.sampler_logprobs
     possible = possible_ids(log_p, log_q, log_p_old)
     log_p, log_q, log_p_old = (torch.where(possible, x, 0.0) for x in (log_p, log_q, log_p_old))
     return log_p, log_q, log_p_old, possible
@@ -370,7 +372,7 @@ def _refuse_other_caches(support: Support, cache: Cache) -> None:
     """A sum that is expanded by the wrong probabilities would be wrong without a sign of it."""
     if len(support.teacher_logprobs) == 0:
         return
-    if isinstance(cache, Dense):
+    if is_whole(cache):
         if not support.is_dense:
             raise ValueError(
                 "a sum over the whole vocabulary got a part of it, and how its ids were chosen is "

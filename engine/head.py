@@ -56,6 +56,26 @@ class Head(torch.nn.Module):
         return self.finish(self.projection(hidden))
 
 
+class TeacherHead:
+    """The teacher's head at the learner: makes log q of last hidden states, in the head's type."""
+
+    def __init__(self, head: Head, vocabulary: int, temperature: float) -> None:
+        self._head = head.requires_grad_(False)
+        self._vocabulary = vocabulary
+        self._temperature = temperature
+
+    def logprobs(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
+        states = hidden.to(self._head.projection.weight.dtype)
+        return log_softmax(self._head(states), self._vocabulary, self._temperature)
+
+
+def log_softmax(
+    logits: Float[Tensor, "n all"], vocabulary: int, temperature: float
+) -> Float[Tensor, "n V"]:
+    """In float32, over the tokenizer's ids: those beyond are embedding padding."""
+    return (logits[..., :vocabulary].float() / temperature).log_softmax(-1)
+
+
 def positions_per_chunk(vocabulary: int) -> int:
     """How many positions' logits are alive at the same time."""
     return max(1, LOGITS_PER_CHUNK // vocabulary)
@@ -69,13 +89,15 @@ def chunked_loss(
     *,
     vocabulary: int,
     temperature: float,
+    teacher: TeacherHead | None = None,
     chunk: int | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """Sum of the tokens' losses, and their statistics.
 
     `hidden` row i is the state that predicts token i of `support`: whoever cuts it out of a
     sequence does the shift by one. Ids from `vocabulary` on are embedding padding and left out
-    before normalising. `temperature` is the sampler's. `chunk` is derived if not given.
+    before normalising. `temperature` is the sampler's. `teacher` makes scores of the support's
+    hidden states, if it has some. `chunk` is derived if not given.
     Matrices are multiplied in the type of `hidden`, or of autocast; log-softmax, loss and sums are
     float32. Without gradients, in evaluation for instance, only values are computed.
     """
@@ -84,7 +106,9 @@ def chunked_loss(
     chunk = chunk or positions_per_chunk(vocabulary)
     # An empty batch is one empty chunk: a 0 with a gradient, and the statistics' names.
     chunks = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
-    work = _Work(head, loss, support, vocabulary, temperature, chunks, _multiplied_in(hidden))
+    work = _Work(
+        head, loss, support, vocabulary, temperature, teacher, chunks, _multiplied_in(hidden)
+    )
     weight, bias = head.projection.weight, head.projection.bias
     needed = hidden.requires_grad or weight.requires_grad
     with torch.autocast(hidden.device.type, enabled=False):
@@ -112,6 +136,7 @@ class _Work:
     support: Support
     vocabulary: int
     temperature: float
+    teacher: TeacherHead | None
     chunks: list[slice]
     dtype: torch.dtype
     """Of the matrix products."""
@@ -131,12 +156,18 @@ class _Work:
         return linear(hidden.detach().to(self.dtype), *self.weights)
 
     def losses(self, projected: Tensor, tokens: slice) -> Tensor:
-        logits = self.head.finish(projected)[..., : self.vocabulary].float()
-        if self.temperature != 1:
-            logits = logits / self.temperature
-        losses, statistics = self.loss(logits.log_softmax(-1), self.support[tokens])
+        logprobs = log_softmax(self.head.finish(projected), self.vocabulary, self.temperature)
+        losses, statistics = self.loss(logprobs, self._scored(self.support[tokens]))
         self.parts.append(statistics)
         return losses
+
+    def _scored(self, support: Support) -> Support:
+        if len(support.teacher_hidden) == 0:
+            return support
+        if self.teacher is None:
+            raise ValueError("the teacher's hidden states are of no use without its head")
+        with torch.no_grad():
+            return support.scored(self.teacher.logprobs(support.teacher_hidden))
 
 
 class _LossWithGradients(torch.autograd.Function):

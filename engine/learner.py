@@ -21,9 +21,9 @@ from torch import Tensor
 from engine.batch import MicroBatch, StepBatch, merge
 from engine.config import M2PO, Decoupled, Dense, Estimator, ReverseKL, RunConfig, Stabiliser
 from engine.estimators import Loss, loss_of, m2po_bound, possible_ids, proximal_logprobs
-from engine.head import chunked_loss
+from engine.head import TeacherHead, chunked_loss
 from engine.metrics import by_age
-from engine.models import Language
+from engine.models import Language, teacher_head
 from engine.optimizer import Optimizer
 from engine.schema import SCORED, RolloutMeta, describe
 from engine.weights import Weights, publish
@@ -99,6 +99,7 @@ class LearnerWorker:
 
     def __init__(self, student: Language, dtype: torch.dtype, config: RunConfig) -> None:
         self._student = student
+        self.teacher: TeacherHead | None = None
         self._dtype = dtype  # of activations and published weights
         self._config = config
         self._optimizer = Optimizer(student.model, config.optimizer, config.training.steps)
@@ -107,6 +108,18 @@ class LearnerWorker:
         self._loaded: dict[int, StepBatch] = {}
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._publish()
+
+    def imitate(self, teacher: Path, head: Weights) -> None:
+        """Takes the head of the teacher in a folder, to make scores of its hidden states."""
+        settings, student = self._config.teacher, self._student
+        self.teacher = teacher_head(
+            teacher,
+            head,
+            student.vocabulary,
+            settings.temperature,
+            student.device,
+            settings.trust_remote_code,
+        )
 
     def load(self, batches: list[pa.RecordBatch], rows: list[list[int]], version: int) -> None:
         """Prepares these rows of SCORED batches for the step that this version will make."""
@@ -259,6 +272,7 @@ class LearnerWorker:
                 micro.support,
                 vocabulary=self._student.vocabulary,
                 temperature=self._config.rollout.temperature,
+                teacher=self.teacher,
             )
 
     @property
@@ -306,6 +320,7 @@ class LearnerWorker:
             "train/tokens": len(ages),
             "policy/ratio_mean": tally.mean("ratio"),
             "cache/kept_ids": tally.mean("kept"),
+            "cache/bytes": batch.cached_bytes / max(1, len(batch.ages)),
             "staleness/mean_age": float(ages.mean()) if len(ages) else 0.0,
             "staleness/max_age": float(ages.max()) if len(ages) else 0.0,
             "staleness/masked_tokens": int((~batch.counted).sum()),

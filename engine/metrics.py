@@ -81,8 +81,11 @@ CATALOGUE: dict[str, Metric] = {
         "high: much of what the teacher says is not heard; lower staleness.max, or raise the cap",
         by_age=True,
     ),
-    "cache/kept_ids": Metric(
-        "ids/token", "cached ids per token", "the bytes per token are 12 times this"
+    "cache/kept_ids": Metric("ids/token", "ids per token that entered the loss", ""),
+    "cache/bytes": Metric(
+        "bytes/token",
+        "of cached ids, scores and hidden states, on their way to the learner",
+        "high over a narrow link: take poisson, or a smaller n",
     ),
     "cache/tail_mass": Metric(
         "fraction",

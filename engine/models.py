@@ -1,7 +1,7 @@
 """Language models by Hugging Face folder or hub id, by the same code for student and teacher."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from engine.backends.hf import HFSampler
 from engine.batch import Sequences
 from engine.config import ConfigError
-from engine.head import Head
+from engine.head import Head, TeacherHead, log_softmax
+from engine.weights import Weights, publish
 
 # Weights as safetensors only: a pickle from a model's folder would run its author's code.
 FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -95,8 +96,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def head_of(model: Any, config: Any) -> Head:
-    """The head of a model, with what some families do to logits on top of it."""
+def finish_of(config: Any) -> Callable[[Tensor], Tensor]:
+    """What some families of models do to logits on top of the projection."""
     values = config.to_dict()
     softcap = values.get("final_logit_softcapping")
     multiplier = (values.get("logit_scale") or 1.0) / (values.get("logits_scaling") or 1.0)
@@ -106,7 +107,24 @@ def head_of(model: Any, config: Any) -> Head:
             logits = logits * multiplier
         return softcap * torch.tanh(logits / softcap) if softcap else logits
 
-    return Head(model.get_output_embeddings(), finish)
+    return finish
+
+
+def teacher_head(
+    folder: Path,
+    weights: Weights,
+    vocabulary: int,
+    temperature: float,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> TeacherHead:
+    """The head of the model in a folder, of weights that `Language.head_weights` gave."""
+    tensors = {name: tensor.to(device, copy=True) for name, tensor in weights.tensors()}
+    projection = torch.nn.Linear(1, 1, bias="bias" in tensors, device="meta")
+    for name, tensor in tensors.items():
+        setattr(projection, name, torch.nn.Parameter(tensor))
+    finish = finish_of(load_config(folder, trust_remote_code))
+    return TeacherHead(Head(projection, finish), vocabulary, temperature)
 
 
 class Language:
@@ -130,7 +148,7 @@ class Language:
         ).to(device)
         config = self.model.config.get_text_config(decoder=True)
         self.vocabulary = min(len(self.tokenizer), config.vocab_size)
-        self.head = head_of(self.model, config)
+        self.head = Head(self.model.get_output_embeddings(), finish_of(config))
         self.stop_ids = stop_ids(folder, self.tokenizer)
         self._check_head()
 
@@ -150,8 +168,12 @@ class Language:
 
     def logprobs(self, hidden: Tensor, temperature: float) -> Tensor:
         """[n, V] log-softmax over the tokenizer's ids."""
-        logits = self.head(hidden)[..., : self.vocabulary].float() / temperature
-        return logits.log_softmax(-1)
+        return log_softmax(self.head(hidden), self.vocabulary, temperature)
+
+    def head_weights(self) -> Weights:
+        """The projection's weight and bias, in their type, for `teacher_head`."""
+        projection = self.head.projection
+        return publish(projection.named_parameters(), 0, projection.weight.dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a response, for the verifier; it is never encoded again."""

@@ -17,6 +17,7 @@ import pyarrow as pa
 PER_TOKEN_IDS = pa.list_(pa.list_(pa.int32()))
 PER_TOKEN_COUNTS = pa.list_(pa.list_(pa.uint16()))
 PER_TOKEN_LOGPROBS = pa.list_(pa.list_(pa.float32()))
+PER_TOKEN_STATES = pa.list_(pa.large_list(pa.float16()))  # a step's may be more than 2^31 numbers
 VERSION_RUNS = pa.list_(pa.struct([("version", pa.int32()), ("length", pa.int32())]))
 
 PROMPT = pa.schema(
@@ -48,18 +49,20 @@ SCORED = pa.schema(
         ("teacher_ids", PER_TOKEN_IDS),  # ids that the teacher chose; empty where it chooses none
         ("teacher_logprobs", PER_TOKEN_LOGPROBS),  # log q at the cached ids, or at all ids
         ("teacher_draws", PER_TOKEN_COUNTS),  # as cache_draws, of teacher_ids
+        ("teacher_hidden", PER_TOKEN_STATES),  # last hidden state; empty where scores are cached
         ("teacher", pa.string()),  # digest of the teacher that scored
     ]
 )
-PER_TOKEN = (
-    "sampler_logprobs",
+CACHED = (
     "cache_ids",
     "cache_logprobs",
     "cache_draws",
     "teacher_ids",
     "teacher_logprobs",
     "teacher_draws",
+    "teacher_hidden",
 )
+PER_TOKEN = ("sampler_logprobs", *CACHED)
 
 
 class SchemaError(ValueError):
@@ -92,6 +95,12 @@ def row_lengths(batch: pa.RecordBatch, name: str) -> np.ndarray:
 def ragged(values: np.ndarray, lengths: Sequence[int] | np.ndarray) -> pa.ListArray:
     """A list array from flat values and the length of each list."""
     return nest(pa.array(values), lengths)
+
+
+def states(hidden: np.ndarray) -> pa.LargeListArray:
+    """A list array from the rows of a matrix [n, D] of float16."""
+    ends = np.arange(len(hidden) + 1) * hidden.shape[1]
+    return pa.LargeListArray.from_arrays(pa.array(ends), pa.array(hidden.reshape(-1)))
 
 
 def nest(values: pa.Array, lengths: Sequence[int] | np.ndarray) -> pa.ListArray:

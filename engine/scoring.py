@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.batch import Ragged, sequences, split
-from engine.config import Cache, Dense, Sampled, chosen_by_teacher
+from engine.config import Cache, Dense, Sampled, TeacherHidden, chosen_by_teacher
 from engine.head import positions_per_chunk
 from engine.models import Language
 from engine.rollout import RolloutReport, RolloutWorker
-from engine.schema import SCORED, RolloutMeta, describe, extend, nest, ragged, row_lengths
+from engine.schema import SCORED, RolloutMeta, describe, extend, nest, ragged, row_lengths, states
 from engine.support import choose
+from engine.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class _Entries:
     """Of each entry, where the teacher chose; else empty."""
     draws: np.ndarray
     """As `engine.support.Support.draws`, where the teacher drew; else empty."""
+    hidden: np.ndarray
+    """[tokens, D] float16: last hidden states; D is 0 where scores are cached."""
 
     @classmethod
     def join(cls, parts: "Sequence[_Entries]") -> "_Entries":
@@ -59,11 +62,12 @@ class _Entries:
         columns = [np.split(self.counts, ends)]
         for column in (self.scores, self.ids, self.draws):  # an empty column is cut into empty ones
             columns.append(np.split(column, entry_ends if len(column) else 0 * entry_ends))
+        columns.append(np.split(self.hidden, ends))
         return [_Entries(*row) for row in zip(*columns, strict=True)]
 
 
 def _columns(entries: _Entries) -> tuple[np.ndarray, ...]:
-    return entries.counts, entries.scores, entries.ids, entries.draws
+    return entries.counts, entries.scores, entries.ids, entries.draws, entries.hidden
 
 
 class TeacherWorker:
@@ -100,6 +104,10 @@ class TeacherWorker:
         )
         return scored, report
 
+    def head(self) -> Weights:
+        """For the learner, where it makes scores of hidden states."""
+        return self._teacher.head_weights()
+
     def answer(
         self, prompts: pa.RecordBatch, max_new_tokens: int, slots: int, seed: int
     ) -> tuple[pa.RecordBatch, RolloutReport]:
@@ -118,6 +126,8 @@ class TeacherWorker:
         """The entries of each row."""
         tokens = Ragged.of(batch["response_ids"]).lengths[rows]
         hidden = self._teacher.hidden(sequences(batch, rows).to(self._teacher.device))
+        if isinstance(cache, TeacherHidden):
+            return _unscored(hidden).split(tokens)
         asked = _asked(batch, rows)
         chunk = positions_per_chunk(self._teacher.vocabulary)
         parts = []
@@ -143,7 +153,22 @@ class TeacherWorker:
             owner = torch.from_numpy(np.repeat(np.arange(len(logprobs)), counts))
             wanted = torch.from_numpy(asked.values.astype(np.int64))
             scores = logprobs[owner.to(logprobs.device), wanted.to(logprobs.device)]
-        return _Entries(counts, scores.float().cpu().numpy(), ids, draws)
+        hidden = np.zeros((len(counts), 0), np.float16)
+        return _Entries(counts, scores.float().cpu().numpy(), ids, draws, hidden)
+
+
+def _unscored(hidden: Tensor) -> _Entries:
+    """The hidden states themselves. float16 holds those of a bfloat16 model exactly, and has eight
+    times its precision for others'."""
+    kept = hidden.half()
+    if not kept.isfinite().all():
+        raise ValueError(
+            f"the teacher's hidden states reach {hidden.abs().max().item():.3g}, beyond float16: "
+            'set estimator.cache.type = "poisson"'
+        )
+    none, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    counts = np.zeros(len(kept), np.int64)
+    return _Entries(counts, floats, none, none.astype(np.uint16), kept.cpu().numpy())
 
 
 def _asked(batch: pa.RecordBatch, rows: np.ndarray) -> Ragged:
@@ -163,6 +188,7 @@ def _scored(batch: pa.RecordBatch, parts: list[_Entries], teacher: str) -> pa.Re
             nest(ragged(entries.ids, entries.counts if len(entries.ids) else none), tokens),
             nest(ragged(entries.scores, entries.counts), tokens),
             nest(ragged(entries.draws, entries.counts if len(entries.draws) else none), tokens),
+            nest(states(entries.hidden), tokens),
             pa.array([teacher] * len(parts), pa.string()),
         ],
     )

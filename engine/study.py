@@ -33,8 +33,8 @@ class Outcome:
 
     figures: Figures
     """Held-out."""
-    kept_ids: float
-    """Cached ids per token, mean over the steps."""
+    bytes_per_token: float
+    """Of the cache, mean over the steps."""
     entropy: float
     """Of the student at the last step, in nats."""
 
@@ -53,14 +53,15 @@ def controlled(
     teacher = Language(inputs.teacher, pick_dtype(config.teacher.dtype, device), device)
     line = _Line(config, inputs, student, teacher)
     learner = LearnerWorker(student, dtype, config)
-    steps, kept = config.training.steps, []
+    learner.imitate(inputs.teacher, teacher.head_weights())
+    steps, sizes = config.training.steps, []
     line.generate(0, min(config.staleness.max + 1, steps))
     for step in range(1, steps + 1):
         batch = line.oldest()
         learner.load([batch], [list(range(batch.num_rows))], learner.version)
         report = learner.step()
         on_step(report)
-        kept.append(report.metrics["cache/kept_ids"])
+        sizes.append(report.metrics["cache/bytes"])
         if line.generated < steps:
             line.generate(step, 1)
     if save_to:
@@ -74,7 +75,7 @@ def controlled(
         teacher_temperature=config.teacher.temperature,
         seed=config.seed,
     )
-    return Outcome(figures, sum(kept) / steps, report.metrics["train/entropy"])
+    return Outcome(figures, sum(sizes) / steps, report.metrics["train/entropy"])
 
 
 class _Line:

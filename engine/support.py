@@ -14,7 +14,7 @@ whole vocabulary as its mean (Horvitz and Thompson):
       distinct      pi = 1 - (1 - p_old)^n                the same draws, each id once
     poisson         pi = min(1, (n p_old)^alpha)          each id by a coin of its own
     top_k_tail      pi = 1 of the top k, p_old outside    exact above, one draw for the rest
-    dense           pi = 1
+    dense           pi = 1, and so where the learner makes q of the teacher's hidden state
 """
 
 import math
@@ -33,6 +33,7 @@ from engine.config import (
     Poisson,
     Sampled,
     StudentTopK,
+    TeacherHidden,
     TeacherMultiSample,
     TeacherTopK,
     TopKTail,
@@ -72,12 +73,15 @@ class Support:
     where nothing is drawn so."""
     proximal_logprobs: Float[Tensor, " m"] = field(default_factory=_nothing)
     """log p at the ids when the step began; empty unless a stabiliser asks for it."""
+    teacher_hidden: Float[Tensor, "n D"] = field(default_factory=_nothing)
+    """The teacher's last hidden states, of which `scored` makes a dense support; else empty."""
 
     def __post_init__(self) -> None:
         n, m = len(self.token_ids), len(self.teacher_logprobs)
         fits = (
             len(self.offsets) == n + 1
             and len(self.token_sampler_logprobs) == n
+            and len(self.teacher_hidden) in (0, n)
             and all(len(column) in (0, m) for _, column in self._entries())
         )
         if not fits:
@@ -100,8 +104,19 @@ class Support:
             offsets=offsets - first,
             token_ids=self.token_ids[start:stop],
             token_sampler_logprobs=self.token_sampler_logprobs[start:stop],
+            teacher_hidden=self.teacher_hidden[start:stop],
             # An empty column stays empty.
             **{name: column[first:last] for name, column in self._entries()},
+        )
+
+    def scored(self, teacher_logprobs: Float[Tensor, "n V"]) -> "Support":
+        """With the teacher's whole vocabulary in place of its hidden states."""
+        n, vocabulary = teacher_logprobs.shape
+        return replace(
+            self,
+            offsets=torch.arange(n + 1) * vocabulary,
+            teacher_logprobs=teacher_logprobs.reshape(-1),
+            teacher_hidden=_nothing(),
         )
 
     @property
@@ -155,7 +170,7 @@ def log_expansion(
         case TopKTail(n=n, alpha=alpha):
             thinned = inclusion_log_probability(sampler_logprobs, n, alpha) if n else 0.0
             return -torch.where(support.draws > 0, sampler_logprobs, thinned)
-        case Dense():
+        case Dense() | TeacherHidden():
             return torch.zeros_like(sampler_logprobs)
         case TeacherMultiSample() | TeacherTopK() | StudentTopK():
             raise TypeError(f"the ids of {cache.type} don't stand for others")
@@ -197,7 +212,7 @@ def choose(
     generator: torch.Generator | None = None,
 ) -> Chosen:
     """The ids that a cache keeps of the model that chooses them: the student, with the tokens that
-    it emitted, or the teacher, without. None for `dense`, which needs no list of all ids."""
+    it emitted, or the teacher, without. None where all are, which needs no list of them."""
     match cache:
         case Sampled():
             assert emitted is not None
@@ -220,7 +235,7 @@ def choose(
         case TopKTail():
             assert emitted is not None
             return _top_and_tail(cache, logprobs, emitted, generator)
-        case Dense():
+        case Dense() | TeacherHidden():
             return _of_keys(torch.zeros(0, dtype=torch.int64, device=logprobs.device), logprobs)
 
 

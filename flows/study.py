@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from engine.audit import entry_bytes
 from engine.config import ConfigError, Estimator, RunConfig, Section, override, parse
 
 DEFAULT = Path(__file__).parent.parent / "deployments" / "study.toml"
@@ -224,7 +223,6 @@ def _run_cell(cell: Cell) -> dict[str, Any]:
     torch.set_num_threads(1)
     start = time.perf_counter()
     outcome = controlled(cell.config, preflight.check(cell.config))
-    cache = cell.config.estimator.cache
     figures = asdict(outcome.figures)
     return figures | {
         "cell": cell.digest,
@@ -232,7 +230,7 @@ def _run_cell(cell: Cell) -> dict[str, Any]:
         "staleness": cell.staleness,
         "seed": cell.seed,
         "entropy": outcome.entropy,
-        "bytes_per_token": outcome.kept_ids * entry_bytes(cache),
+        "bytes_per_token": outcome.bytes_per_token,
         "seconds": time.perf_counter() - start,
     }
 

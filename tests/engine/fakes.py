@@ -37,6 +37,7 @@ from engine.schema import (
     nest,
     ragged,
     row_lengths,
+    states,
 )
 from engine.scoring import ScoreReport
 from engine.staleness import Depth, Stage
@@ -101,9 +102,15 @@ def scored_batch(rollouts: pa.RecordBatch) -> pa.RecordBatch:
             empty_lists(lengths, np.int32),
             nest(ragged(cached.values - np.float32(0.5), cached.lengths), lengths),
             empty_lists(lengths, np.uint16),
+            no_states(lengths),
             pa.array(["fake"] * len(lengths), pa.string()),
         ],
     )
+
+
+def no_states(lengths: Sequence[int]) -> pa.ListArray:
+    """A column of hidden states that has none."""
+    return nest(states(np.zeros((sum(lengths), 0), np.float16)), lengths)
 
 
 NOTHING_FINISHED = rollout_batch(pa.RecordBatch.from_pylist([], PROMPT), [])

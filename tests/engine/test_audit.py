@@ -100,6 +100,17 @@ def test_the_batchs_gradient_is_a_plain_backward_pass(student, teacher):
     torch.testing.assert_close(gradient, flat, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_hidden_states_have_no_error_but_their_rounding_however_old(student, teacher, stale):
+    sampler = teacher if stale else student
+    row, exact = audited(
+        student, sampler, teacher, ReverseKL(), ReverseKL(cache=Dense()), repeats=1
+    ).rows
+    assert 0 < row.mse < 1e-5 and row.batch_mse < 1e-5
+    assert exact.mse == 0
+    assert row.bytes_per_token == 2 * teacher.model.config.hidden_size
+
+
 def test_a_truncated_support_shows_its_bias_and_an_unbiased_cache_does_not(student, teacher):
     biased, unbiased = audited(
         student,

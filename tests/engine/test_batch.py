@@ -14,10 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import PASS_TOKENS, Ragged, StepBatch, merge, sequences, split, token_versions
-from engine.config import Dense, MultiSample, Poisson, Sampled, TeacherMultiSample, TeacherTopK
+from engine.config import (
+    Dense,
+    MultiSample,
+    Poisson,
+    Sampled,
+    TeacherHidden,
+    TeacherMultiSample,
+    TeacherTopK,
+)
 from engine.prompts import Prompt, to_batch
-from engine.schema import ROLLOUT, SCORED, VERSION_RUNS, empty_lists, extend, nest, ragged
-from tests.engine.fakes import rollout_batch, scored_batch
+from engine.schema import ROLLOUT, SCORED, VERSION_RUNS, empty_lists, extend, nest, ragged, states
+from tests.engine.fakes import no_states, rollout_batch, scored_batch
 
 CPU = torch.device("cpu")
 ANY_AGE = 10**6
@@ -41,7 +49,7 @@ VOCABULARY = 4
 
 
 def scored(
-    ids, logprobs, teacher_ids, teacher_logprobs, draws=None, teacher_draws=None
+    ids, logprobs, teacher_ids, teacher_logprobs, draws=None, teacher_draws=None, hidden=None
 ) -> pa.RecordBatch:
     uncounted = empty_lists([3, 1, 2], np.uint16)
     batch = sampled_batch().select(ROLLOUT.names)
@@ -50,9 +58,9 @@ def scored(
         [*columns, ids, logprobs, draws or uncounted], schema=ROLLOUT
     )
     teacher = pa.array(["t"] * 3, pa.string())
-    return extend(
-        cached, SCORED, [teacher_ids, teacher_logprobs, teacher_draws or uncounted, teacher]
-    )
+    hidden = hidden or no_states([3, 1, 2])
+    draws = teacher_draws or uncounted
+    return extend(cached, SCORED, [teacher_ids, teacher_logprobs, draws, hidden, teacher])
 
 
 def lists(values, dtype) -> pa.ListArray:
@@ -102,6 +110,13 @@ def dense_batch(vocabulary: int = VOCABULARY) -> pa.RecordBatch:
     return scored(no_ids, no_logprobs, no_ids, dense_scores(vocabulary))
 
 
+def hidden_batch() -> pa.RecordBatch:
+    """Token i has the hidden state (i, i + 0.25, i + 0.5)."""
+    no_ids, no_logprobs = empty_lists([3, 1, 2], np.int32), empty_lists([3, 1, 2], np.float32)
+    values = (np.arange(6)[:, None] + [0, 0.25, 0.5]).astype(np.float16)
+    return scored(no_ids, no_logprobs, no_ids, no_logprobs, hidden=nest(states(values), [3, 1, 2]))
+
+
 CASES = {
     "sampled": (sampled_batch, Sampled()),
     "poisson": (poisson_batch, Poisson()),
@@ -109,6 +124,7 @@ CASES = {
     "teacher_top_k": (top_k_batch, TeacherTopK()),
     "teacher_multi_sample": (teacher_draws_batch, TeacherMultiSample()),
     "dense": (dense_batch, Dense()),
+    "teacher_hidden": (hidden_batch, TeacherHidden()),
 }
 each_cache = pytest.mark.parametrize("case", CASES)
 
@@ -232,6 +248,33 @@ def test_a_dense_cache_holds_the_vocabulary_and_no_ids():
     # Tokens 4 and 5, then token 3, of values 0, -1, -2, ... four for each.
     assert support.teacher_logprobs.tolist() == [*range(-16, -24, -1), *range(-12, -16, -1)]
     assert len(support.ids) == len(support.sampler_logprobs) == 0
+
+
+def test_hidden_states_stay_with_their_tokens():
+    support = micro(hidden_batch(), TeacherHidden(), [2, 1]).support
+    assert support.teacher_hidden[:, 0].tolist() == [4, 5, 3]
+    assert support.teacher_hidden[0].tolist() == [4, 4.25, 4.5]
+    assert support.offsets.tolist() == [0, 0, 0, 0]
+    # Tokens 2 and 4, of ages 0 and 2 at version 5, less those beyond the bound.
+    support = micro(hidden_batch(), TeacherHidden(), [0, 2], max_age=0).support
+    assert support.teacher_hidden[:, 0].tolist() == [2, 5]
+
+
+def test_a_cache_of_hidden_states_without_them_is_refused():
+    with pytest.raises(ValueError, match="has none"):
+        StepBatch(poisson_batch(), TeacherHidden(), 5, ANY_AGE, VOCABULARY)
+
+
+def test_a_cache_says_its_bytes():
+    def size(case):
+        batch, cache = CASES[case]
+        return StepBatch(batch(), cache, 5, ANY_AGE, VOCABULARY).cached_bytes
+
+    assert size("poisson") == 7 * 12
+    assert size("multi_sample") == 7 * 14
+    assert size("teacher_top_k") == 7 * 8
+    assert size("dense") == 6 * 4 * 4
+    assert size("teacher_hidden") == 6 * 3 * 2
 
 
 @pytest.mark.parametrize("case", ["multi_sample", "teacher_multi_sample"])

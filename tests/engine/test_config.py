@@ -19,6 +19,7 @@ from engine.config import (
     RunConfig,
     Sampled,
     StudentTopK,
+    TeacherHidden,
     TeacherMultiSample,
     TeacherTopK,
     TopKTail,
@@ -70,7 +71,7 @@ def test_a_minimal_file_is_read_and_the_rest_is_default(file):
     assert config == parse(minimal(), "here")
     assert config.training.steps == 3
     assert config.staleness.max == 1
-    assert config.estimator == ReverseKL(cache=Poisson())
+    assert config.estimator == ReverseKL(cache=TeacherHidden())
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
@@ -250,8 +251,8 @@ def test_a_tracking_uri_may_hold_an_at_sign_behind_its_host(file):
 @pytest.mark.parametrize(
     ("overrides", "estimator"),
     [
-        (["estimator.type=reverse_kl"], ReverseKL(cache=Poisson(n=256, alpha=0.75))),
-        (["estimator.type=forward_kl"], ForwardKL(cache=TeacherTopK(k=16))),
+        (["estimator.type=reverse_kl"], ReverseKL(cache=TeacherHidden())),
+        (["estimator.type=forward_kl"], ForwardKL(cache=TeacherHidden())),
         (
             ["estimator.type=reverse_kl", 'estimator.cache={type = "sampled"}'],
             ReverseKL(cache=Sampled()),
@@ -291,7 +292,7 @@ def test_a_tracking_uri_may_hold_an_at_sign_behind_its_host(file):
             ["estimator.type=forward_kl", 'estimator.cache={type = "teacher_multi_sample"}'],
             ForwardKL(cache=TeacherMultiSample(n=64)),
         ),
-        (["estimator.type=jsd"], JensenShannon(beta=0.5, cache=Poisson())),
+        (["estimator.type=jsd"], JensenShannon(beta=0.5, cache=TeacherHidden())),
         (
             ["estimator.type=jsd", "estimator.beta=0", 'estimator.cache={type = "teacher_top_k"}'],
             JensenShannon(beta=0, cache=TeacherTopK()),
@@ -334,7 +335,7 @@ def test_a_stabiliser_is_chosen_by_its_type(file, table, stabiliser):
                 rf"`estimator` the cache `{cache}` .* leave out estimator.stabiliser, or take a "
                 "cache that is drawn",
             )
-            for cache in ("dense", "student_top_k")
+            for cache in ("dense", "teacher_hidden", "student_top_k")
         ),
         (
             {"cache": {"type": "poisson"}, "stabiliser": {"type": "m2po"}},
@@ -380,7 +381,7 @@ def test_a_variant_takes_no_key_of_another(file):
 def test_a_cache_that_an_estimator_does_not_work_with_is_refused(file):
     given = ["estimator.type=forward_kl", 'estimator.cache={type = "poisson"}']
     with pytest.raises(
-        ConfigError, match=r"`estimator.cache`: .*'teacher_top_k', 'teacher_multi_sample', 'dense'"
+        ConfigError, match=r"`estimator.cache`: .*'teacher_multi_sample', 'teacher_hidden'"
     ):
         load(file, given)
 

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import ForwardKL, TeacherTopK
+from engine.config import Dense, ForwardKL, JensenShannon, ReverseKL, TeacherHidden, TeacherTopK
 from engine.estimators import loss_of
-from engine.head import LOGITS_PER_CHUNK, Head, chunked_loss, positions_per_chunk
+from engine.head import LOGITS_PER_CHUNK, Head, TeacherHead, chunked_loss, positions_per_chunk
+from engine.support import Support
 from tests.engine.test_estimators import (
     DENSE,
     ESTIMATORS,
@@ -336,3 +337,69 @@ def test_autocast_reaches_the_head_and_every_chunk():
     assert_same([total], [expected])
     assert total.item() != pytest.approx(exact.item(), rel=1e-6), "the head ran in bfloat16"
     assert_same(gradients(total, *inputs), gradients(expected, *inputs), tolerance=0.01)
+
+
+# The teacher's head beside the student's
+
+
+def of_hidden(hidden: Tensor, support: Support) -> Support:
+    """The same tokens, with the teacher's states in place of scores."""
+    nothing = torch.zeros(0)
+    columns = vars(support) | {
+        "offsets": torch.zeros(len(hidden) + 1, dtype=torch.int64),
+        "teacher_logprobs": nothing,
+        "sampler_logprobs": nothing,
+        "proximal_logprobs": nothing,
+        "teacher_hidden": hidden,
+    }
+    return Support(**{name: columns[name] for name in Support.__dataclass_fields__})
+
+
+def teacher_states(n: int = N) -> tuple[Tensor, Head]:
+    """Of a teacher wider than the student."""
+    generator = torch.Generator().manual_seed(7)
+    projection = nn.Linear(2 * D, V + 2)
+    nn.init.normal_(projection.weight, generator=generator)
+    hidden = torch.randn(n, 2 * D, generator=generator)
+    return hidden, Head(projection, Watched(softcap=3.0))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, N, None])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda cache: ReverseKL(cache=cache),
+        lambda cache: ForwardKL(cache=cache),
+        lambda cache: JensenShannon(beta=0.0, cache=cache),
+        lambda cache: JensenShannon(beta=0.3, cache=cache),
+        lambda cache: JensenShannon(beta=1.0, cache=cache),
+    ],
+)
+def test_hidden_states_of_the_teacher_give_the_loss_of_its_whole_vocabulary(make, chunk):
+    hidden, head = states(), linear()
+    theirs, their_head = teacher_states()
+    with torch.no_grad():  # at a temperature of its own, without its two padded ids
+        log_q = (their_head(theirs)[:, :V] / 0.7).log_softmax(-1)
+    dense = make(Dense())
+    support = cache_for(dense, torch.randn(N, V).log_softmax(-1), log_q)
+    inputs = (hidden, head.projection.weight, head.projection.bias)
+    expected, expected_statistics = naive_loss(hidden, head, loss_of(dense), support, **SETTINGS)
+    teacher = TeacherHead(their_head, V, 0.7)
+    loss = loss_of(make(TeacherHidden()))
+    total, statistics = chunked_loss(
+        hidden, head, loss, of_hidden(theirs, support), **SETTINGS, teacher=teacher, chunk=chunk
+    )
+    assert_same([total], [expected])
+    assert_same(gradients(total, *inputs), gradients(expected, *inputs))
+    assert_same(statistics.values(), expected_statistics.values())
+    assert all(parameter.grad is None for parameter in their_head.parameters())
+
+
+def test_hidden_states_without_the_teachers_head_are_refused():
+    hidden, _ = teacher_states()
+    support = of_hidden(hidden, cache(DENSE))
+    loss = loss_of(ReverseKL(cache=TeacherHidden()))
+    with pytest.raises(ValueError, match="without its head"):
+        chunked_loss(states(), linear(), loss, support, **SETTINGS)
+    empty, _ = chunked_loss(states(0), linear(), loss, support[:0], **SETTINGS)
+    assert empty.item() == 0

@@ -19,7 +19,7 @@ from engine.schema import (
     row_lengths,
     validate,
 )
-from tests.engine.fakes import prompts, rollout_batch, scored_batch
+from tests.engine.fakes import no_states, prompts, rollout_batch, scored_batch
 
 
 def rollouts() -> pa.RecordBatch:
@@ -89,10 +89,15 @@ def test_a_rollout_column_without_one_entry_for_each_token_is_refused(name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("teacher_ids", np.int32), ("teacher_logprobs", np.float32), ("teacher_draws", np.uint16)],
+    [
+        ("teacher_ids", np.int32),
+        ("teacher_logprobs", np.float32),
+        ("teacher_draws", np.uint16),
+        ("teacher_hidden", None),
+    ],
 )
 def test_a_teacher_column_without_one_entry_for_each_token_is_refused(name, dtype):
-    column = empty_lists(WRONG, dtype)
+    column = empty_lists(WRONG, dtype) if dtype else no_states(WRONG)
     with pytest.raises(SchemaError, match=f"column {name} doesn't have one entry"):
         validate(replaced(scored_batch(rollouts()), name, column), SCORED)
 
@@ -123,6 +128,7 @@ def test_extend_validates_what_it_makes():
                 empty_lists([3, 1, 2], np.int32),
                 empty_lists(WRONG, np.float32),
                 empty_lists([3, 1, 2], np.uint16),
+                no_states([3, 1, 2]),
                 pa.array(["t"] * 3, pa.string()),
             ],
         )

@@ -5,9 +5,17 @@ import pyarrow as pa
 import pytest
 import torch
 
-from engine.config import Dense, MultiSample, Poisson, Sampled, TeacherMultiSample, TeacherTopK
+from engine.config import (
+    Dense,
+    MultiSample,
+    Poisson,
+    Sampled,
+    TeacherHidden,
+    TeacherMultiSample,
+    TeacherTopK,
+)
 from engine.learner import LearnerWorker
-from engine.models import Language
+from engine.models import Language, teacher_head
 from engine.schema import ROLLOUT, SCORED, validate
 from engine.scoring import TeacherWorker
 from tests.engine.tiny import (
@@ -22,7 +30,14 @@ from tests.engine.tiny import (
 
 PROMPTS = [random_ids(length, length, 50) for length in (3, 30, 1, 12, 7)]
 RESPONSES = [random_ids(length, 90 + length, 50) for length in (9, 1, 2, 24, 5)]
-CACHES = [Sampled(), MultiSample(n=8), Poisson(n=16), TeacherTopK(k=5), Dense()]
+CACHES = [
+    Sampled(),
+    MultiSample(n=8),
+    Poisson(n=16),
+    TeacherTopK(k=5),
+    Dense(),
+    TeacherHidden(),
+]
 
 each_cache = pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.type)
 
@@ -57,8 +72,9 @@ def truth(teacher: Language, row: dict, temperature: float = 1.0) -> np.ndarray:
 def assert_same_scores(some: list[dict], others: list[dict]) -> None:
     for one, other in zip(some, others, strict=True):
         assert one["teacher_ids"] == other["teacher_ids"]
-        for a, b in zip(one["teacher_logprobs"], other["teacher_logprobs"], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+        for name, tolerance in (("teacher_logprobs", 1e-6), ("teacher_hidden", 2e-3)):
+            for a, b in zip(one[name], other[name], strict=True):
+                np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -88,6 +104,37 @@ def test_dense_scores_are_the_whole_vocabulary_without_padded_ids(teacher, rollo
             row["teacher_logprobs"], truth(teacher, row, temperature), atol=1e-5
         )
         assert len(row["teacher_logprobs"][0]) == teacher.vocabulary
+
+
+# The teacher's hidden states
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_hidden_states_and_the_head_that_was_published_give_the_whole_vocabulary(
+    teacher, rollouts, temperature
+):
+    cache = TeacherHidden()
+    worker = TeacherWorker(teacher, temperature, 64)
+    head = teacher_head(
+        teacher.folder, worker.head(), teacher.vocabulary, temperature, teacher.device
+    )
+    rows = scored(teacher, rollouts[cache], cache, temperature, budget=64)
+    assert [len(row["teacher_hidden"]) for row in rows] == [len(ids) for ids in RESPONSES]
+    for row in rows:
+        assert row["teacher_logprobs"] == [[] for _ in row["response_ids"]]
+        logprobs = head.logprobs(torch.tensor(row["teacher_hidden"], dtype=torch.float16))
+        expected = truth(teacher, row, temperature)
+        np.testing.assert_allclose(logprobs, expected, atol=5e-3)  # of float16
+        shifted = np.abs(logprobs.numpy()[1:] - expected[:-1])
+        assert len(shifted) == 0 or shifted.max() > 0.1, "a shift by one would be seen"
+
+
+def test_hidden_states_beyond_float16_are_refused_with_what_to_do(tiny_teacher, rollouts):
+    large = language(tiny_teacher)
+    with torch.no_grad():
+        large.model.base_model.norm.weight.mul_(1e6)
+    with pytest.raises(ValueError, match=r"beyond float16: set estimator.cache.type = \"poisson"):
+        scored(large, rollouts[TeacherHidden()], TeacherHidden())
 
 
 # The teacher's draws

@@ -35,7 +35,7 @@ def test_a_configurations_student_is_audited_and_the_rows_are_written(run_file: 
     options = ["--responses", "4", "--repeats", "2", "--json", str(out), "--plot", str(plot)]
     assert main(["audit", str(run_file), *options]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert rows[0]["estimator"] == "poisson(256, 0.75)", "the one in use comes first"
+    assert rows[0]["estimator"] == "teacher_hidden", "the one in use comes first"
     assert {row["sampler"] for row in rows} == {"fresh"}
     for row in rows:
         assert row.keys() >= {"estimator", "bytes_per_token", "bias", "mse", "cosine"}
@@ -54,7 +54,7 @@ def test_a_runs_newest_checkpoint_is_audited_fresh_and_by_the_one_before(
     config = load(run_file).model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps(config))
     out = run_file.with_name("audit.json")
-    options = ["estimator.cache.n=64", "--responses", "4", "--repeats", "1"]
+    options = ['estimator.cache={type = "poisson", n = 64}', "--responses", "4", "--repeats", "1"]
     assert main(["audit", str(folder), *options, "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert {row["sampler"] for row in rows} == {"fresh", "by step-000002"}
