@@ -120,6 +120,9 @@ def reverse_kl(
 
     A stabiliser changes the loss and its gradient; the statistic `kl` stays the divergence."""
     _refuse_other_caches(support, cache)
+    whole = support.is_dense and stabiliser == PLAIN
+    if whole and _all_possible(learner_logprobs, support.teacher_logprobs):
+        return _whole_reverse_kl(learner_logprobs, support)
     log_p, log_q, log_p_old, possible = _entries(learner_logprobs, support, cache)
     log_weight = log_p.detach() + log_expansion(cache, support, log_p_old)
     log_weight, clipped = _capped(log_weight, cache)
@@ -130,6 +133,25 @@ def reverse_kl(
         value, slope, clipped = terms.stabilised(stabiliser, bound)
     loss = _sum(support, value, slope, log_p)
     return loss, _statistics(learner_logprobs, support, support.sum(kl), log_p, possible, clipped)
+
+
+def _whole_reverse_kl(learner_logprobs: Float[Tensor, "n V"], support: Support) -> Losses:
+    """The same over the whole vocabulary, in as few passes over [n, V] as there can be."""
+    log_p = learner_logprobs.detach()
+    p = log_p.exp()
+    slope = (log_p - support.teacher_logprobs.view_as(log_p)).mul_(p)
+    kl = slope.sum(1)
+    moving = torch.linalg.vecdot(slope, learner_logprobs)
+    ones = torch.ones_like(kl)
+    return kl + moving - moving.detach(), {
+        "kl": kl,
+        "entropy": -torch.linalg.vecdot(p, log_p),
+        "ratio": _ratio(log_p, support),
+        "kept": ones * log_p.shape[1],
+        "impossible": 0 * ones,
+        "covered": ones,
+        "clipped": 0 * ones,
+    }
 
 
 def jensen_shannon(
@@ -344,17 +366,27 @@ def _statistics(
     clipped: Bool[Tensor, " m"] | None = None,
 ) -> dict[str, Float[Tensor, " n"]]:
     learner_logprobs, log_p = learner_logprobs.detach(), log_p.detach()
-    emitted = learner_logprobs.gather(1, support.token_ids[:, None]).squeeze(1)
     clipped = torch.zeros_like(possible) if clipped is None else clipped & possible
     return {
         "kl": kl.detach(),
         "entropy": torch.special.entr(learner_logprobs.exp()).sum(1),
-        "ratio": (emitted - support.token_sampler_logprobs).exp(),
+        "ratio": _ratio(learner_logprobs, support),
         "kept": support.sum(possible.to(log_p.dtype)),
         "impossible": support.sum((~possible).to(log_p.dtype)),
         "covered": support.sum(torch.where(possible, log_p.exp(), 0.0)),
         "clipped": support.sum(clipped.to(log_p.dtype)),
     }
+
+
+def _ratio(log_p: Float[Tensor, "n V"], support: Support) -> Float[Tensor, " n"]:
+    """Of the emitted tokens."""
+    emitted = log_p.gather(1, support.token_ids[:, None]).squeeze(1)
+    return (emitted - support.token_sampler_logprobs).exp()
+
+
+def _all_possible(*logprobs: Tensor) -> bool:
+    """Whether none is as good as -inf; with NaN, no."""
+    return all(x.detach().amin().item() > IMPOSSIBLE for x in logprobs if len(x))
 
 
 def possible_ids(*logprobs: Tensor) -> Bool[Tensor, " m"]:
