@@ -24,6 +24,7 @@ from engine.estimators import Loss, loss_of, m2po_bound, possible_ids, proximal_
 from engine.head import TeacherHead, chunked_loss
 from engine.metrics import by_age
 from engine.models import Language, teacher_head
+from engine.names import fill
 from engine.optimizer import Optimizer
 from engine.schema import SCORED, RolloutMeta, describe
 from engine.weights import Weights, publish
@@ -170,7 +171,7 @@ class LearnerWorker:
 
     def _pack(self, version: int) -> tuple[Weights, float]:
         start = time.perf_counter()
-        weights = publish(self._student.named_parameters(), version, self._dtype)
+        weights = publish(self._student.tensors().items(), version, self._dtype)
         return weights, time.perf_counter() - start
 
     @torch.inference_mode()
@@ -203,9 +204,7 @@ class LearnerWorker:
         weights: dict[str, Tensor] = {}
         for shard in sorted((folder / "model").glob("*.safetensors")):
             weights |= load_file(shard)
-        with torch.no_grad():
-            for name, parameter in self._student.named_parameters():
-                parameter.copy_(weights[name])
+        fill(self._student.model, weights)
         self._optimizer.load_state(load_file(folder / "optimizer.safetensors"))
         self.version = version
         self._loaded.clear()

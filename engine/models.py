@@ -1,7 +1,7 @@
 """Language models by Hugging Face folder or hub id, by the same code for student and teacher."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from engine.backends.hf import HFSampler
 from engine.batch import Sequences
 from engine.config import ConfigError
 from engine.head import Head, TeacherHead, log_softmax
+from engine.names import in_folder
 from engine.weights import Weights, publish
 
 # Weights as safetensors only: a pickle from a model's folder would run its author's code.
@@ -188,9 +189,9 @@ class Language:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by their names in the folder, tied ones once."""
-        yield from self.model.named_parameters()
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and saved buffers by their names in the folder, tied ones once."""
+        return in_folder(self.model)
 
     @torch.inference_mode()
     def _check_head(self) -> None:

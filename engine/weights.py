@@ -8,10 +8,13 @@ of steps that the learner has published.
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from engine.names import fill
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,6 @@ def publish(named: Iterable[tuple[str, Tensor]], version: int, dtype: torch.dtyp
     return Weights(version, tuple(entries), buffers)
 
 
-@torch.no_grad()
-def load_into(model: torch.nn.Module, weights: Weights) -> None:
+def load_into(model: Any, weights: Weights) -> None:
     """Copies published weights into a transformers model of the same architecture."""
-    own = dict(model.named_parameters())
-    expected = {(name, tuple(parameter.shape)) for name, parameter in own.items()}
-    given = {(entry.name, entry.shape) for entry in weights.entries}
-    if given != expected:
-        raise ValueError(f"weights don't fit the model: {sorted(given ^ expected)[:4]} differ")
-    for name, tensor in weights.tensors():
-        own[name].copy_(tensor)
+    fill(model, dict(weights.tensors()))

@@ -192,7 +192,7 @@ def test_weights_loaded_in_flight_meet_the_old_keys_and_values(tiny_student, tin
     driven = Driven(HFSampler(sampled.model, old.vocabulary, [], 0.7, slots=3))  # nobody stops
     driven.add(request(0, 30, 40), request(1, 3, 40), request(2, 10, 40), request(3, 8, 20))
     driven.step(7)
-    driven.sampler.load(publish(new.named_parameters(), 1, torch.float32))
+    driven.sampler.load(publish(new.tensors().items(), 1, torch.float32))
     driven.step()
     # Neither restarted nor drained: each goes on by one token.
     assert sorted(driven.steps[-1]) == [0, 1, 2]

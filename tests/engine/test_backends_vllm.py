@@ -92,8 +92,8 @@ def play(student_folder: Path, teacher_folder: Path, result: Path) -> None:
         trust_remote_code=False,
         seed=0,
     )
-    original = publish(student.named_parameters(), 0, torch.float32)
-    other = publish(teacher.named_parameters(), 1, torch.float32)
+    original = publish(student.tensors().items(), 0, torch.float32)
+    other = publish(teacher.tensors().items(), 1, torch.float32)
 
     scenario = Scenario(
         mixed=_mixed(Driven(sampler)),

@@ -1,12 +1,14 @@
 """Weights packed, sent and loaded."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from engine.names import WeightsMismatchError, in_folder
 from engine.weights import Weights, load_into, publish
 
 
@@ -75,25 +77,35 @@ def test_read_only_buffers_of_another_process_are_read_without_a_warning():
     assert sent.version == 3
 
 
-def network(width: int = 3, bias: bool = True) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2, bias=bias))
+def model(seed: int = 0, **sizes: int | bool) -> Any:
+    torch.manual_seed(seed)
+    settings = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 12, "head_dim": 8}
+    settings |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return Qwen3ForCausalLM(Qwen3Config(**settings | sizes)).eval()
+
+
+def logits(one: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return one(input_ids=torch.arange(12)[None]).logits
+
+
+def published(one: Any, dtype: torch.dtype = torch.float32) -> Weights:
+    return publish(in_folder(one).items(), 1, dtype)
 
 
 def test_loading_makes_a_model_of_the_same_architecture_equal():
-    trained, worker = network(), network()
-    weights = publish(trained.named_parameters(), 1, torch.float32)
-    load_into(worker, weights)
-    inputs = torch.randn(5, 2)
-    assert torch.equal(trained(inputs), worker(inputs))
-    load_into(worker, weights)
-    assert torch.equal(trained(inputs), worker(inputs)), "loading twice changes nothing"
+    trained, worker = model(1), model(2)
+    load_into(worker, published(trained))
+    assert torch.equal(logits(trained), logits(worker))
+    load_into(worker, published(trained))
+    assert torch.equal(logits(trained), logits(worker)), "loading twice changes nothing"
     assert all(p.requires_grad for p in worker.parameters())
 
 
 def test_loading_copies_and_leaves_the_published_weights_alone():
-    weights = publish(network().named_parameters(), 1, torch.float32)
+    weights = published(model())
     before = {name: tensor.clone() for name, tensor in weights.tensors()}
-    worker = network()
+    worker = model(1)
     load_into(worker, weights)
     with torch.no_grad():
         for parameter in worker.parameters():
@@ -102,41 +114,37 @@ def test_loading_copies_and_leaves_the_published_weights_alone():
 
 
 def test_bfloat16_weights_load_into_a_float32_model():
-    trained, worker = network(), network()
-    load_into(worker, publish(trained.named_parameters(), 1, torch.bfloat16))
+    trained, worker = model(1), model(2)
+    load_into(worker, published(trained, torch.bfloat16))
     for one, other in zip(trained.parameters(), worker.parameters(), strict=True):
         assert other.dtype == torch.float32
         assert torch.equal(one.to(torch.bfloat16).float(), other)
 
 
 def test_tied_weights_are_sent_once_and_stay_tied():
-    def tied() -> nn.Sequential:
-        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-        model[1].weight = model[0].weight
-        return model
-
-    trained, worker = tied(), tied()
-    weights = publish(trained.named_parameters(), 1, torch.float32)
-    assert [entry.name for entry in weights.entries] == ["0.weight"]
+    trained, worker = (model(seed, tie_word_embeddings=True) for seed in (1, 2))
+    weights = published(trained)
+    names = [entry.name for entry in weights.entries]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
     load_into(worker, weights)
-    assert worker[1].weight is worker[0].weight
-    assert torch.equal(worker[1].weight, trained[1].weight)
+    assert worker.lm_head.weight is worker.model.embed_tokens.weight
+    assert torch.equal(worker.lm_head.weight, trained.lm_head.weight)
 
 
 @pytest.mark.parametrize(
-    ("other", "named"),
+    ("sizes", "named"),
     [
-        (network(bias=False), "1.bias"),  # a tensor too few
-        (nn.Sequential(*network(), nn.Linear(2, 2)), "2.bias"),  # a tensor too many
-        (network(width=1), "0.weight"),  # the same names: copying would spread one row over three
+        ({"attention_bias": True}, "self_attn.k_proj.bias"),  # tensors too many
+        ({"tie_word_embeddings": True}, "lm_head.weight"),  # one too few
+        ({"intermediate_size": 1}, "mlp.down_proj.weight"),  # copying would spread one row
     ],
 )
-def test_weights_of_another_architecture_are_refused_and_nothing_is_copied(other, named):
-    worker = network()
+def test_weights_of_another_architecture_are_refused_and_nothing_is_copied(sizes, named):
+    worker = model()
     before = [parameter.clone() for parameter in worker.parameters()]
-    weights = publish(other.named_parameters(), 1, torch.float32)
-    with pytest.raises(ValueError, match=f"don't fit the model.*{named}"):
-        load_into(worker, weights)
+    with pytest.raises(WeightsMismatchError, match=f"don't fit the model.*{named}"):
+        load_into(worker, published(model(1, **sizes)))
     assert all(map(torch.equal, worker.parameters(), before))
 
 
