@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test study quality estimators draws head lint format docs clean
+.PHONY: demo test study calm estimators draws head lint format docs clean
 
 demo: $(READY)
 	@$(BIN)/opdflow demo $(ARGS)
@@ -14,8 +14,8 @@ test: lint
 study: $(READY)
 	@$(BIN)/opdflow study $(ARGS)
 
-quality: $(READY)
-	@$(BIN)/python benchmarks/quality.py $(ARGS)
+calm: $(READY)
+	@$(BIN)/python benchmarks/calm.py $(ARGS)
 
 estimators: $(READY)
 	@$(BIN)/python benchmarks/estimators.py $(ARGS)
