@@ -244,8 +244,9 @@ class Learner:
 class Cluster:
     """The Ray session of a run and its actors."""
 
-    def __init__(self, config: RunConfig, inputs: Inputs) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, all_cores: bool = False) -> None:
         self._config = config
+        self._all_cores = all_cores
         self._inputs = inputs
         self._owned = False
         self.rollouts: list[Rollouts] = []
@@ -296,7 +297,7 @@ class Cluster:
 
     async def _create(self) -> None:
         config, inputs = self._config, self._inputs
-        rollout_cores, training_cores = _cores(config.rollout.workers)
+        rollout_cores, training_cores = _cores(config.rollout.workers, self._all_cores)
         gpus = _gpu_share(config)
         max_length = inputs.longest_prompt + config.rollout.max_new_tokens
         self.rollouts = []
@@ -371,10 +372,12 @@ def _columns(rows: list[tuple[Any, list[int]]]) -> tuple[list[Any], list[list[in
     return [batch for batch, _ in rows], [indices for _, indices in rows]
 
 
-def _cores(workers: int) -> tuple[list[list[int]], list[int]]:
+def _cores(workers: int, shared: bool = False) -> tuple[list[list[int]], list[int]]:
     """Cores of each rollout worker, and those that teacher and learner share. Half of the machine
-    generates; a core belongs to both only where there are too few."""
+    generates; a core belongs to both only where there are too few, or if all are shared."""
     cores = sorted(os.sched_getaffinity(0))
+    if shared:
+        return [cores] * workers, cores
     half = max(1, len(cores) // 2)
     generating = cores[:half]
     shares = [generating[i::workers] or [generating[i % half]] for i in range(workers)]

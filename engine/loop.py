@@ -260,7 +260,7 @@ class Loop:
                     self._scoring[teacher.name].append(sum(item.tokens for item in waiting))
                     requests.create_task(self._request(teacher, waiting))
                 else:
-                    await self._change(self._flush_in())
+                    await self._change(self._patience(len(self._scoring[teacher.name])))
 
     async def _request(self, teacher: Teacher, waiting: list[_Waiting]) -> None:
         """Has one teacher worker score these rollouts."""
@@ -347,7 +347,7 @@ class Loop:
             incomplete = self._to_start > 0 or self.permits.count(Stage.GENERATING)
             ready = self._whole if incomplete else ready
         elif sum(item.tokens for item in self._unscored) < budget:
-            ready = 0 if requests or self._flush_in() > 0 else ready
+            ready = 0 if self._patience(requests) > 0 else ready
         due: list[_Waiting] = []
         while len(due) < ready and self._fits(due, budget):
             due.append(self._unscored.popleft())
@@ -358,9 +358,10 @@ class Loop:
         """Whether the next unscored rollouts fit into a request; one larger than all goes alone."""
         return not due or sum(i.tokens for i in due) + self._unscored[0].tokens <= budget
 
-    def _flush_in(self) -> float:
-        """Seconds until the oldest unscored rollout has waited long enough."""
-        if not self._unscored:
+    def _patience(self, requests: int) -> float:
+        """Seconds until a teacher worker that has so many requests is sent one that isn't full; for
+        ever where only an event can change that."""
+        if requests or not self._unscored or self._config.staleness.barrier:
             return float("inf")
         flush = self._config.scoring.flush_seconds
         return flush - (now() - self._unscored[0].since)
@@ -433,7 +434,8 @@ class Loop:
         roles = {"rollout": len(self._rollouts), "teacher": len(self._teachers), "learner": 1}
         slots = self._config.rollout.slots * len(self._rollouts)
         free_slots = slots - sum(self._running.values())
-        if decision := self.depth.observe(min(1.0, waited / wall), free_slots, left_over):
+        unscored = sum(len(item.metas) for item in self._unscored)
+        if decision := self.depth.observe(min(1.0, waited / wall), free_slots, unscored, left_over):
             self.trace.mark(decision)
         metas = [row.meta for row in rows]
         judged = [meta.correct for meta in metas if meta.correct is not None]

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from engine.batch import split
 from engine.buffer import Row
 from engine.cache import TeacherCache, key
-from engine.checkpoint import Checkpoints
+from engine.checkpoint import Checkpoints, Position
 from engine.cluster import Cluster
 from engine.config import Dense, RunConfig, Sampled
 from engine.evaluation import Figures
@@ -53,12 +53,15 @@ class MisalignedTeacherError(RuntimeError):
 class Run:
     """One run of distillation."""
 
-    def __init__(self, config: RunConfig, inputs: Inputs, folder: Path) -> None:
+    def __init__(
+        self, config: RunConfig, inputs: Inputs, folder: Path, all_cores: bool = False
+    ) -> None:
+        """With `all_cores`, each worker has all of the machine; for workers that take turns."""
         self.config = config
         self.inputs = inputs
         self.folder = folder.absolute()  # workers may run in another directory
         self.history: list[StepRecord] = []
-        self._cluster = Cluster(config, inputs)
+        self._cluster = Cluster(config, inputs, all_cores)
         self._checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
         self.loop: Loop
         self.listeners: list[Callable[[StepRecord], None]] = []
@@ -79,17 +82,17 @@ class Run:
     async def start(self) -> None:
         """Brings up the workers, and a checkpoint to come back to."""
         await self._cluster.start()
-        cluster, config = self._cluster, self.config
-        self.loop = Loop(
-            config,
-            PromptStream(self.inputs.prompts, config.seed),
-            cluster.rollouts,
-            cluster.teachers,
-            cluster.learner,
-            self._record,
-            Trace(self.folder / "trace.json"),
-        )
+        self.loop = self._new_loop(Trace(self.folder / "trace.json"))
         await self.checkpoint()
+
+    async def start_over(self, config: RunConfig, trace: Trace) -> None:
+        """From the last checkpoint's weights, as version 0 and by another configuration's loop, on
+        the same workers. They have nothing in flight, and get the weights by `evaluate`."""
+        folder, _ = self._checkpoints.latest()
+        weights, _, _ = await self._cluster.learner.restore(folder, 0)
+        self.config, self.history = config, []
+        self.loop = self._new_loop(trace)
+        self.loop.restore(Position(0, 0, []), weights, [])
 
     async def teacher_answers(self) -> TeacherFigures:
         """The teacher's responses to the held-out prompts, from the cache or made now, and the
@@ -170,6 +173,18 @@ class Run:
     def close(self) -> None:
         """Stops all workers."""
         self._cluster.close()
+
+    def _new_loop(self, trace: Trace) -> Loop:
+        cluster, config = self._cluster, self.config
+        return Loop(
+            config,
+            PromptStream(self.inputs.prompts, config.seed),
+            cluster.rollouts,
+            cluster.teachers,
+            cluster.learner,
+            self._record,
+            trace,
+        )
 
     async def _divergence(self, batch: object, metas: list[RolloutMeta]) -> tuple[float, int]:
         """Summed over tokens, and their number; in parts, for the whole vocabulary is large."""

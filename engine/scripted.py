@@ -23,6 +23,7 @@ T = TypeVar("T")
 Runs = list[list[int]]
 """[version, tokens] of a response, run by run."""
 Batch = list[tuple[Runs, RolloutMeta]]
+CLOCK_TICK = 1e-9  # seconds of virtual time
 
 
 @dataclass
@@ -196,7 +197,9 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def jump(self, seconds: float | None) -> None:
         if seconds is None:
             raise RuntimeError("deadlock: every task waits for another")
-        self._virtual += max(0.0, seconds)
+        # As any clock, this one has moved on when it is looked at again: a wait that ends too soon
+        # by a rounding error would otherwise be begun again for ever.
+        self._virtual += max(0.0, seconds) + CLOCK_TICK
 
 
 class _Jump(selectors.DefaultSelector):

@@ -56,9 +56,11 @@ class Depth:
 
         learner waited and rollout workers had free slots     → deeper by a quarter of a batch
         learner did not wait and half a batch was left over   → shallower by an eighth
+        half a batch was waiting for a teacher worker         → shallower by an eighth
 
     A busy worker with free slots can still do more: a decoding step takes nearly as long for a few
     responses as for many, and the longest one keeps a whole batch waiting if nothing else runs.
+    Where teacher workers are the slowest, more responses would only age in front of them.
 
     A depth that is given stays.
     """
@@ -69,22 +71,24 @@ class Depth:
         self._given = given
         self.value = given or min(2 * batch, permits)
 
-    def observe(self, waited: float, free_slots: int, left_over: int) -> str:
-        """Moves by the share of a step that the learner waited, the rollout workers' free slots at
-        its end, and the scored rows that were left when its batch had been taken. Returns the
-        decision in words, or nothing if all stays."""
-        before = self.value
+    def observe(self, waited: float, free_slots: int, unscored: int, left_over: int) -> str:
+        """Moves by the share of a step that the learner waited, the rollout workers' free slots and
+        the responses that no teacher worker had taken at its end, and the scored rows that were
+        left when its batch had been taken. Returns the decision in words, or nothing if all
+        stays."""
+        before, enough = self.value, max(1, self._batch // 2)
         if self._given:
             return ""
-        if waited > WAITED and free_slots > 0:
-            self.value = min(self._permits, before + max(1, self._batch // 4))
-        elif waited <= WAITED and left_over >= max(1, self._batch // 2):
+        kept_waiting = waited > WAITED
+        if unscored >= enough or (left_over >= enough and not kept_waiting):
             self.value = max(self._batch, before - max(1, self._batch // 8))
+        elif kept_waiting and free_slots > 0:
+            self.value = min(self._permits, before + max(1, self._batch // 4))
         if self.value == before:
             return ""
         return (
             f"depth {before} → {self.value}: the learner waited {waited:.0%} of the step, "
-            f"{free_slots} slots free, {left_over} rows left over"
+            f"{free_slots} slots free, {unscored} unscored, {left_over} rows left over"
         )
 
 

@@ -51,8 +51,9 @@ class Span:
 class Trace:
     """The spans of a run, in memory and in a file if a path is given."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.spans: deque[Span] = deque(maxlen=KEPT)
+    def __init__(self, path: Path | None = None, kept: int | None = KEPT) -> None:
+        """Of the spans in memory, so many of the last are kept, or all."""
+        self.spans: deque[Span] = deque(maxlen=kept)
         self._path = path
         self._start = now()
         self._new: list[Span] = []

@@ -31,7 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     audit.add_argument("--plot", type=Path, metavar="PATH", help="write the plot there")
     study = commands.add_parser("study", help="estimators by staleness by seed; resumable")
     study.add_argument("file", nargs="?", help="the study; without it, the demo's")
-    for command in (run, demo, audit, study):
+    bench = commands.add_parser("bench", help="synchronous and asynchronous training side by side")
+    bench.add_argument("--tier", choices=["pools", "shared", "remote"], default="pools")
+    bench.add_argument("--seeds", type=int, default=3, help="runs of each arm (3)")
+    bench.add_argument("--plot", type=Path, metavar="PATH", help="write the plot there")
+    for command in (run, demo, audit, study, bench):
         command.add_argument("overrides", nargs="*", metavar="key=value")
         command.add_argument(
             "--json", type=Path, metavar="PATH", help="write the figures there too"
@@ -128,6 +132,29 @@ def _study(options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": table.to_pylist()}
 
 
+def _bench(options: argparse.Namespace) -> dict[str, Any]:
+    from flows import bench
+    from flows.demo import DIRECTORY
+
+    console = _console()
+    if options.tier == "remote":
+        outcomes = bench.remote(options.seeds)
+    else:
+        from engine import preflight
+        from flows import demo
+
+        steps = f"training.steps={bench.STEPS}"
+        config, _ = demo.build(console, [steps, *options.overrides])
+        shared = options.tier == "shared"
+        outcomes = bench.real(config, preflight.check(config), options.seeds, shared, console)
+    bench.show(options.tier, outcomes, console)
+    path = options.plot or Path(DIRECTORY) / f"bench-{options.tier}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bench.plot(options.tier, outcomes).savefig(path, dpi=130)
+    console.print(f"\nplot         {path}", soft_wrap=True)
+    return bench.figures(options.tier, outcomes)
+
+
 def _distill(config: Any) -> dict[str, Any]:
     """Checks everything that can be wrong, then runs the flow."""
     from engine import preflight
@@ -180,7 +207,10 @@ def _program(name: str) -> str:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # tables are not cut off in a log
+    return console
 
 
 def _quiet() -> None:
@@ -197,7 +227,7 @@ def _quiet() -> None:
         os.environ.setdefault(name, value)
 
 
-COMMANDS = {"run": _run, "demo": _demo, "audit": _audit, "study": _study}
+COMMANDS = {"run": _run, "demo": _demo, "audit": _audit, "study": _study, "bench": _bench}
 
 
 if __name__ == "__main__":
