@@ -2,8 +2,15 @@
 
     responses of the sampler ─► positions ─► log p, log p_old, log q over the whole vocabulary
                                               │
-             exact gradient ◄─────────────────┼──────► gradient from a cache, drawn again and again
+             exact gradient ◄─────────────────┼──────► mean and covariance of that from a cache
                     └───────── bias, variance, cosine ─────────┘
+
+The errors of stale caches have long tails: one position in thousands, at an id that is kept once in
+a million draws, can hold most of them. So nothing is drawn here where it needn't be. How often a
+cache keeps an id has a known covariance (engine/moments.py), and the error of a position's gradient
+is summed from it. A batch's error is that of positions that are independent of each other, and its
+covariance is measured by random vectors that have it, but no long tails. Only where what is kept of
+one id changes the weight of another (M2PO) is the cache drawn, again and again.
 
 Two gradients are compared. That of one position, with respect to its logits, says how noisy a cache
 is. That of a whole batch, with respect to the model's parameters, is what training feels: there
@@ -15,8 +22,8 @@ can't be told from the exact loss in training, and the smallest such cache is re
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pyarrow as pa
@@ -47,6 +54,7 @@ from engine.config import (
 from engine.estimators import Loss, loss_of, m2po_bound
 from engine.head import chunked_loss, positions_per_chunk
 from engine.models import Language
+from engine.moments import Moments, gradient, moments
 from engine.prompts import Prompt, to_batch
 from engine.rollout import RolloutWorker
 from engine.schema import row_lengths
@@ -59,6 +67,10 @@ GROUPS = 8
 SMALL = 0.1
 # Positions where the student is sure, and where it is not, in nats.
 PEAKED, FLAT = 0.5, 2.0
+# A position with more than this share of all positions' error: others would have given another sum.
+DOMINANT = 0.2
+# Float64 and every id: a closed form takes so many times the memory of a chunk of the head.
+CLOSED_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,8 @@ class Audit:
     bias: float
     """Norm of its expected error. Below its own uncertainty it is 0."""
     cosine: float
-    """Between estimated and exact gradient of all positions, mean over repeats."""
+    """Between estimated and exact gradient of all positions: the expected product over the root of
+    the expected squares."""
     mse_peaked: float
     """As `mse`, over positions where the student's entropy is below PEAKED."""
     mse_flat: float
@@ -86,6 +99,10 @@ class Audit:
     """Mean squared error of the batch's parameter gradient."""
     batch_bias: float
     batch_cosine: float
+    worst: float
+    """Share of `mse` that the worst position has."""
+    drawn: bool
+    """From draws of the cache; otherwise from its covariance."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,24 @@ class Report:
     norm."""
     recommended: str
     """The cheapest estimator whose batch error is small against `noise`; empty if none is."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to know before relying on the errors."""
+        texts = {
+            False: "so these depend on the responses; raise --responses and --positions",
+            True: "which draws seldom show as large as it is; raise --repeats",
+        }
+        lines = []
+        for drawn, text in texts.items():
+            shares = [
+                f"{row.estimator} {row.worst:.0%}"
+                for row in self.rows
+                if row.drawn == drawn and row.worst > DOMINANT
+            ]
+            if shares:
+                lines.append(f"one position has much of the error, {text}: {', '.join(shares)}")
+        return lines
 
 
 def audit(
@@ -122,7 +157,8 @@ def audit(
 ) -> Report:
     """Compares estimators with the exact gradient, at positions of the sampler's responses to
     prompts. `sampler` is the student itself, or an older version of it. One forward pass holds all
-    responses. What is recommended is for updates of so many responses."""
+    responses. What is recommended is for updates of so many responses. `repeats` are of random
+    vectors for the batch's error, and of caches that have to be drawn."""
     worker = RolloutWorker(
         sampler.sampler(temperature, SLOTS), sampler.decode, Sampled(), max_new_tokens, seed
     )
@@ -271,11 +307,15 @@ class _Scene:
         columns = ("hidden", "owners", "log_p", "log_p_old", "log_q", "log_q_of_hidden")
         return replace(self, **{name: getattr(self, name)[tokens] for name in columns})
 
-    def chunks(self) -> Iterator["_Scene"]:
-        """Parts whose distributions fit in memory several times."""
+    def chunks(self, size: int = 1) -> Iterator["_Scene"]:
+        """Parts whose distributions fit in memory several times, or `size` times as often."""
         positions = torch.arange(len(self.log_p), device=self.log_p.device)
-        for tokens in positions.split(positions_per_chunk(self.vocabulary)):
+        for tokens in positions.split(max(1, positions_per_chunk(self.vocabulary) // size)):
             yield self[tokens]
+
+    def double(self) -> "_Scene":
+        columns = ("log_p", "log_p_old", "log_q", "log_q_of_hidden")
+        return replace(self, **{name: getattr(self, name).double() for name in columns})
 
     def cached(self, cache: Cache, generator: torch.Generator) -> Support:
         """What sampler and teacher would cache, drawn anew, the emitted tokens too."""
@@ -301,6 +341,31 @@ class _Scene:
         logprobs = self.log_p_old[rows, emitted]
         return Support(offsets, ids, sampler, teacher, emitted, logprobs, draws, proximal)
 
+    def everything(self, cache: Cache) -> Support:
+        """As if all ids were kept, each once, those first that are kept for certain."""
+        by_teacher = chosen_by_teacher(cache)
+        chooser = self.log_q if by_teacher else self.log_p_old
+        order = chooser.argsort(1, descending=True)
+        ranks = torch.arange(self.vocabulary, device=order.device).expand_as(order)
+        drawn = ranks >= (cache.k if isinstance(cache, TopKTail) else 0)
+        n = len(order)
+        return Support(
+            torch.arange(n + 1, device=order.device) * self.vocabulary,
+            order.reshape(-1),
+            chooser.new_zeros(0) if by_teacher else self.log_p_old.gather(1, order).reshape(-1),
+            self.log_q.gather(1, order).reshape(-1),
+            order[:, 0],
+            self.log_p_old.gather(1, order[:, :1]).squeeze(1),
+            drawn.reshape(-1).long(),
+            self.log_p.gather(1, order).reshape(-1),
+        )
+
+    def slopes(self, loss: Loss, cache: Cache) -> Float[Tensor, "n V"]:
+        """s_a of every id: kept c_a times, the loss has the gradient sum c_a s_a (e_a - p)."""
+        logprobs = self.log_p.detach().requires_grad_()
+        losses, _ = loss(logprobs, self.everything(cache))
+        return torch.autograd.grad(losses.sum(), logprobs)[0]
+
     def logit_gradient(self, loss: Loss, support: Support) -> tuple[Tensor, dict[str, Tensor]]:
         """[n, V], of the positions' losses, and their statistics."""
         logits = self.log_p.detach().requires_grad_()
@@ -323,6 +388,18 @@ class _Scene:
         )
         return torch.cat([gradient.reshape(-1).float() for gradient in gradients])
 
+    def parameter_gradient_of(self, coefficients: Float[Tensor, "n V"]) -> Tensor:
+        """Flat, of the mean over positions of sum_a coefficient_a log p(a)."""
+        parts = iter(coefficients.split(positions_per_chunk(self.vocabulary)))
+
+        def loss(logprobs: Tensor, _: Support) -> tuple[Tensor, dict[str, Tensor]]:
+            return (next(parts).to(logprobs.dtype) * logprobs).sum(1), {}
+
+        nothing = self.log_p.new_zeros(0)
+        tokens = torch.zeros(len(self.log_p) + 1, dtype=torch.int64, device=self.log_p.device)
+        empty = Support(tokens, tokens[:0], nothing, nothing, tokens[1:], self.log_p[:, 0])
+        return self.parameter_gradient(loss, empty)
+
     def noise(self, exact: Estimator) -> float:
         """Variance of the exact batch gradient by the choice of responses, relative to its squared
         norm: from the spread of the contributions of GROUPS groups of responses."""
@@ -340,48 +417,52 @@ class _Scene:
         return (variance / stacked.sum(0).square().sum()).item()
 
 
+@dataclass(frozen=True)
 class _Errors:
-    """Errors of repeated estimates of the rows of a gradient [rows, size]."""
+    """Of the rows of a gradient, n of them. All are expected values."""
 
-    def __init__(self, exact: Tensor) -> None:
-        self._exact = exact
-        self._count = 0
-        self._sum = torch.zeros_like(exact)
-        self._squares = exact.new_zeros(len(exact))
-        self.errors = exact.new_zeros(len(exact))
-        self._products: list[tuple[float, float]] = []
+    squared_norm: Float[Tensor, " n"]
+    """Of the exact gradient."""
+    squared_error: Float[Tensor, " n"]
+    squared_bias: Float[Tensor, " n"]
+    """Estimates, which may be negative."""
+    uncertainty: Float[Tensor, " n"]
+    """What was subtracted to make them unbiased; 0 where they are exact."""
+    product: Float[Tensor, " n"]
+    """Of estimated and exact gradient."""
+    estimate: Float[Tensor, " n"]
+    """Squared norm of the estimated gradient."""
 
-    def add(self, estimate: Tensor) -> None:
-        self._count += 1
-        self._sum += estimate
-        self._squares += estimate.square().sum(1)
-        self.errors += (estimate - self._exact).square().sum(1)
-        self._products.append(
-            ((estimate * self._exact).sum().item(), estimate.square().sum().item())
-        )
+    @classmethod
+    def closed(cls, exact: Tensor, mean: Tensor, variance: Float[Tensor, " n"]) -> "_Errors":
+        """Of an estimate with this mean [n, size] and summed variance."""
+        bias = (mean - exact).square().sum(1)
+        norm, product = exact.square().sum(1), (mean * exact).sum(1)
+        square = mean.square().sum(1) + variance
+        return cls(norm, bias + variance, bias, torch.zeros_like(bias), product, square)
+
+    @classmethod
+    def drawn(cls, exact: Tensor, estimates: Iterator[Tensor], count: int) -> "_Errors":
+        """Of so many estimates [n, size]."""
+        total = torch.zeros_like(exact)
+        squares, errors = exact.new_zeros(len(exact)), exact.new_zeros(len(exact))
+        for estimate in estimates:
+            total += estimate
+            squares += estimate.square().sum(1) / count
+            errors += (estimate - exact).square().sum(1) / count
+        mean = total / count
+        spread = (squares - mean.square().sum(1)) / max(1, count - 1)
+        bias, product = (mean - exact).square().sum(1), (mean * exact).sum(1)
+        return cls(exact.square().sum(1), errors, bias - spread, spread, product, squares)
+
+    @classmethod
+    def together(cls, parts: "Sequence[_Errors]") -> "_Errors":
+        return cls(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
     @property
-    def products(self) -> np.ndarray:
-        """[repeats, 2]: the estimate's product with the exact gradient, and its squared norm."""
-        return np.array(self._products)
-
-    @property
-    def squared_error(self) -> Float[Tensor, " rows"]:
-        return self.errors / self._count
-
-    @property
-    def squared_norm(self) -> Float[Tensor, " rows"]:
-        return self._exact.square().sum(1)
-
-    @property
-    def squared_bias(self) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-        """Unbiased estimates, which may be negative, and what was subtracted to make them so."""
-        mean = self._sum / self._count
-        apparent = (mean - self._exact).square().sum(1)
-        if self._count == 1:
-            return apparent, torch.zeros_like(apparent)
-        spread = (self._squares - self._count * mean.square().sum(1)) / (self._count - 1)
-        return apparent - spread / self._count, spread / self._count
+    def cosine(self) -> float:
+        product, *squares = (x.sum() for x in (self.product, self.squared_norm, self.estimate))
+        return (product / (squares[0] * squares[1]).sqrt().clamp(min=1e-30)).item()
 
 
 def _exact(estimator: Estimator) -> Estimator:
@@ -410,42 +491,118 @@ def _loss(estimator: Estimator, scene: _Scene, support: Support) -> Loss:
 
 def _audited(scene: _Scene, estimator: Estimator, repeats: int, seed: int) -> Audit:
     generator = torch.Generator(scene.log_p.device).manual_seed(seed)
+    drawn = isinstance(estimator, ReverseKL) and isinstance(estimator.stabiliser, M2PO)
     cache = estimator.cache
-    if isinstance(cache, StudentTopK | TeacherTopK) or is_whole(cache):
-        repeats = 1  # nothing is drawn
-    exact = _exact(estimator)
-    positions: list[_Errors] = []
-    kept = covered = 0.0
-    for part in scene.chunks():
-        dense = part.cached(exact.cache, generator)
-        errors = _Errors(part.logit_gradient(loss_of(exact), dense)[0])
-        for _ in range(repeats):
-            support = part.cached(cache, generator)
-            gradient, statistics = part.logit_gradient(_loss(estimator, part, support), support)
-            errors.add(gradient)
-            kept += statistics["kept"].sum().item() / repeats
-            covered += statistics["covered"].sum().item() / repeats
-        positions.append(errors)
-    dense = scene.cached(exact.cache, generator)
-    batch = _Errors(scene.parameter_gradient(loss_of(exact), dense)[None])
-    for _ in range(repeats):
-        support = scene.cached(cache, generator)
-        batch.add(scene.parameter_gradient(_loss(estimator, scene, support), support)[None])
-    n = len(scene.log_p)
+    certain = isinstance(cache, StudentTopK | TeacherTopK) or is_whole(cache)
+    if not (drawn or certain):
+        positions, kept, covered = _closed_positions(scene, estimator)
+        batch = _closed_batch(scene, estimator, repeats, generator)
+    else:
+        repeats = 1 if certain else repeats
+        positions, kept, covered = _drawn_positions(scene, estimator, repeats, generator)
+        batch = _drawn_batch(scene, estimator, repeats, generator)
+    error = positions.squared_error
     return Audit(
         estimator=label(estimator),
         bytes_per_token=(
-            scene.hidden_bytes
-            if isinstance(cache, TeacherHidden)
-            else kept / n * entry_bytes(cache)
+            scene.hidden_bytes if isinstance(cache, TeacherHidden) else kept * entry_bytes(cache)
         ),
-        kept_ids=kept / n,
-        tail_mass=max(0.0, 1 - covered / n),
+        kept_ids=kept,
+        tail_mass=max(0.0, 1 - covered),
         **_position_errors(positions, scene.entropy),
         batch_mse=_ratio(batch.squared_error, batch.squared_norm),
         batch_bias=_batch_bias(batch),
-        batch_cosine=_cosine([batch]),
+        batch_cosine=batch.cosine,
+        worst=(error.max() / error.sum()).item(),
+        drawn=drawn,
     )
+
+
+def _moments(scene: _Scene, cache: Cache) -> Moments:
+    found = moments(cache, scene.log_q if chosen_by_teacher(cache) else scene.log_p_old)
+    assert found is not None
+    return found
+
+
+def _closed_positions(scene: _Scene, estimator: Estimator) -> tuple[_Errors, float, float]:
+    """Errors of each position, ids kept of a token, and the learner's probability of them."""
+    parts, kept, covered = [], 0.0, 0.0
+    exact = _exact(estimator)
+    for chunk in scene.chunks(CLOSED_SIZE):
+        part = chunk.double()
+        p = part.log_p.exp()
+        counts = _moments(part, estimator.cache)
+        slopes = part.slopes(loss_of(estimator), estimator.cache)
+        dense = part.cached(exact.cache, torch.Generator(p.device))
+        parts.append(
+            _Errors.closed(
+                part.logit_gradient(loss_of(exact), dense)[0],
+                gradient(slopes * counts.mean, p),
+                counts.variance(slopes, p),
+            )
+        )
+        kept += counts.kept.sum().item() / len(scene.log_p)
+        covered += (counts.kept * p).sum().item() / len(scene.log_p)
+    return _Errors.together(parts), kept, covered
+
+
+def _closed_batch(
+    scene: _Scene, estimator: Estimator, probes: int, generator: torch.Generator
+) -> _Errors:
+    """The exact bias. The variance, which is a trace, is the mean square of random gradients."""
+    exact = _exact(estimator)
+    slopes = torch.cat(
+        [
+            part.double().slopes(loss_of(estimator), estimator.cache)
+            for part in scene.chunks(CLOSED_SIZE)
+        ]
+    )
+
+    def coefficients(counts: Callable[[Moments], Tensor]) -> Tensor:
+        parts = [counts(_moments(part, estimator.cache)) for part in scene.chunks(CLOSED_SIZE)]
+        return slopes * torch.cat(parts)
+
+    dense = scene.cached(exact.cache, generator)
+    truth = scene.parameter_gradient(loss_of(exact), dense)[None]
+    mean = scene.parameter_gradient_of(coefficients(lambda counts: counts.mean))[None]
+    variance = truth.new_zeros(1)
+    for _ in range(probes):
+        probe = coefficients(lambda counts: counts.probe(generator))
+        variance += scene.parameter_gradient_of(probe).square().sum() / probes
+    return _Errors.closed(truth, mean, variance)
+
+
+def _drawn_positions(
+    scene: _Scene, estimator: Estimator, repeats: int, generator: torch.Generator
+) -> tuple[_Errors, float, float]:
+    """As `_closed_positions`, from draws."""
+    parts, sums = [], {"kept": 0.0, "covered": 0.0}
+    exact = _exact(estimator)
+
+    def estimates(part: _Scene) -> Iterator[Tensor]:
+        for _ in range(repeats):
+            support = part.cached(estimator.cache, generator)
+            estimate, statistics = part.logit_gradient(_loss(estimator, part, support), support)
+            for name in sums:
+                sums[name] += statistics[name].sum().item() / repeats / len(scene.log_p)
+            yield estimate
+
+    for part in scene.chunks():
+        dense = part.cached(exact.cache, generator)
+        truth = part.logit_gradient(loss_of(exact), dense)[0]
+        parts.append(_Errors.drawn(truth, estimates(part), repeats))
+    return _Errors.together(parts), sums["kept"], sums["covered"]
+
+
+def _drawn_batch(
+    scene: _Scene, estimator: Estimator, repeats: int, generator: torch.Generator
+) -> _Errors:
+    exact = _exact(estimator)
+    supports = (scene.cached(estimator.cache, generator) for _ in range(repeats))
+    estimates = (scene.parameter_gradient(_loss(estimator, scene, s), s)[None] for s in supports)
+    dense = scene.cached(exact.cache, generator)
+    truth = scene.parameter_gradient(loss_of(exact), dense)[None]
+    return _Errors.drawn(truth, estimates, repeats)
 
 
 def entry_bytes(cache: Cache) -> int:
@@ -463,16 +620,15 @@ def entry_bytes(cache: Cache) -> int:
             return 12
 
 
-def _position_errors(parts: list[_Errors], entropy: Float[Tensor, " n"]) -> dict[str, float]:
-    error = torch.cat([part.squared_error for part in parts])
-    norm = torch.cat([part.squared_norm for part in parts])
-    bias = torch.cat([part.squared_bias[0] for part in parts])
-    certain = bias.sum() > 3 * bias.std() * math.sqrt(len(bias))  # three standard errors
+def _position_errors(errors: _Errors, entropy: Float[Tensor, " n"]) -> dict[str, float]:
+    error, norm, bias = errors.squared_error, errors.squared_norm, errors.squared_bias
+    # Three standard errors, where the bias is known from draws.
+    unsure = 3 * bias.std(correction=0) * math.sqrt(len(bias)) * bool(errors.uncertainty.any())
     peaked, flat = entropy < PEAKED, entropy > FLAT
     return {
         "mse": _ratio(error, norm),
-        "bias": math.sqrt(_ratio(bias, norm)) if certain else 0.0,
-        "cosine": _cosine(parts),
+        "bias": math.sqrt(_ratio(bias, norm)) if bias.sum() > unsure else 0.0,
+        "cosine": errors.cosine,
         "mse_peaked": _ratio(error[peaked], norm[peaked]),
         "mse_flat": _ratio(error[flat], norm[flat]),
     }
@@ -481,15 +637,8 @@ def _position_errors(parts: list[_Errors], entropy: Float[Tensor, " n"]) -> dict
 def _batch_bias(batch: _Errors) -> float:
     """One vector has no spread over positions to tell its uncertainty: it has to stand out well
     from what was subtracted, for errors have long tails."""
-    bias, subtracted = batch.squared_bias
-    certain = (bias > 2 * subtracted).item()
-    return math.sqrt(_ratio(bias, batch.squared_norm)) if certain else 0.0
-
-
-def _cosine(parts: list[_Errors]) -> float:
-    products = np.sum([part.products for part in parts], axis=0)
-    norm = sum(part.squared_norm.sum().item() for part in parts)
-    return float(np.mean(products[:, 0] / np.sqrt(np.maximum(products[:, 1] * norm, 1e-60))))
+    certain = (batch.squared_bias > 2 * batch.uncertainty).item()
+    return math.sqrt(_ratio(batch.squared_bias, batch.squared_norm)) if certain else 0.0
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

@@ -1,9 +1,47 @@
 """The catalogue of metrics: what each is, in which unit, and what to do when it moves.
 
-Emitting a name that is not here is an error, so the catalogue can't lag behind the code.
+Emitting a name that is not here is an error, so the catalogue can't lag behind the code. The ranges
+of a healthy run stand here once: the guard (engine/health.py) reads them, and so do the README's
+table and the guard's texts.
 """
 
+import math
 from dataclasses import dataclass
+
+# What a range may be a multiple of, besides another metric.
+PAST, TEACHER = "the run's own past", "the teacher's"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a metric lies in a healthy run: the median of its values in the last steps."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    steps: int = 1
+    of: str = ""
+    """What the bounds are multiples of: PAST, TEACHER or another metric; nothing if empty."""
+
+    @property
+    def unit(self) -> str:
+        return f" times {self.of}" if self.of else ""
+
+    @property
+    def outside(self) -> str:
+        """What it is to be out of it, in words."""
+        return self._words("below", "above", self.unit)
+
+    @property
+    def inside(self) -> str:
+        return self._words("at least", "at most", "")
+
+    def _words(self, low: str, high: str, unit: str) -> str:
+        sides = [
+            f"{word} {bound:g}{unit}"
+            for word, bound in ((low, self.low), (high, self.high))
+            if math.isfinite(bound)
+        ]
+        return " or ".join(sides) + (f" over {self.steps} steps" if self.steps > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -15,13 +53,21 @@ class Metric:
     advice: str
     by_age: bool = False
     """Also emitted for the tokens of each age, as `name/age_3`."""
+    healthy: tuple[Range, ...] = ()
+
+    @property
+    def guide(self) -> str:
+        """When to act, and how."""
+        outside = ", or ".join(healthy.outside for healthy in self.healthy)
+        return f"{outside}: {self.advice}" if outside else self.advice
 
 
 CATALOGUE: dict[str, Metric] = {
     "train/loss": Metric(
         "nats/token",
         "estimated divergence from the teacher on the trained tokens, in the first pass",
-        "should fall; a rise over several steps: lower optimizer.lr",
+        "training goes the wrong way: lower optimizer.lr or staleness.max",
+        healthy=(Range(high=2.5, steps=3, of=PAST),),
     ),
     "train/accuracy": Metric(
         "fraction",
@@ -31,23 +77,31 @@ CATALOGUE: dict[str, Metric] = {
     "train/entropy": Metric(
         "nats/token",
         "entropy of the student at the trained tokens",
-        "a fall towards 0 while the loss stays high is collapse: lower optimizer.lr",
+        "the student is sure of what the teacher doesn't say, it collapses: lower optimizer.lr",
+        healthy=(Range(low=0.01, steps=3, of="train/loss"),),
     ),
     "train/grad_norm": Metric(
         "norm", "gradient norm before clipping, mean over updates", "spikes: lower optimizer.clip"
     ),
     "train/skipped_updates": Metric(
-        "updates", "updates left out because their gradient was not finite", "should be 0"
+        "updates",
+        "updates left out because their gradient was not finite",
+        "lower optimizer.lr; the update's data may be at fault too",
+        healthy=(Range(high=0),),
     ),
     "train/lr": Metric("1", "learning rate of AdamW at this step", "follows the schedule"),
     "train/tokens": Metric("tokens", "response tokens that reached the loss, each once", ""),
     "train/response_tokens": Metric(
-        "tokens/response", "mean length of the trained responses", "growth without accuracy: loops"
+        "tokens/response",
+        "mean length of the trained responses",
+        "without better accuracy the student loops: lower optimizer.lr or staleness.max",
+        healthy=(Range(high=2, steps=3, of=PAST), Range(high=2, steps=3, of=TEACHER)),
     ),
     "train/finished": Metric(
         "fraction",
         "trained responses that ended by end-of-sequence",
-        "low: raise rollout.max_new_tokens",
+        "responses are cut: they loop, or rollout.max_new_tokens is too low",
+        healthy=(Range(low=0.8, steps=3, of=PAST),),
     ),
     "policy/ratio_mean": Metric(
         "1",
@@ -63,8 +117,9 @@ CATALOGUE: dict[str, Metric] = {
     "policy/effective_sample": Metric(
         "fraction",
         "(sum r)^2 / (n sum r^2) of the ratios r of the emitted tokens",
-        "below 0.5: rollouts are too old for importance weights; lower staleness.max",
+        "the student has run far from what sampled: lower staleness.max or optimizer.lr",
         by_age=True,
+        healthy=(Range(low=0.25, steps=3),),
     ),
     "policy/ratio_q05": Metric(
         "1", "5th percentile of p/p_old of the emitted tokens", "falls with age", by_age=True

@@ -19,6 +19,7 @@ from engine.checkpoint import Checkpoints, Position
 from engine.cluster import Cluster
 from engine.config import Dense, RunConfig, Sampled
 from engine.evaluation import Figures
+from engine.health import Guard, Symptom
 from engine.loop import Loop, StepRecord
 from engine.models import digest
 from engine.preflight import Inputs
@@ -66,6 +67,11 @@ class Run:
         self.loop: Loop
         self.listeners: list[Callable[[StepRecord], None]] = []
         """Called with each step's record: trackers and terminals."""
+        self.guard = Guard()
+        self.symptoms: list[Symptom] = []
+        """All that the guard has noticed so far."""
+        self.symptom_listeners: list[Callable[[Symptom], None]] = []
+        """Called with each of them as it begins."""
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config.model_dump(mode="json"), indent=1)
         (self.folder / "config.json").write_text(text)
@@ -125,6 +131,7 @@ class Run:
             )
         accuracy = pc.mean(scored["correct"]).as_py()
         length = float(row_lengths(scored, "response_ids").mean())
+        self.guard.teacher = {"train/response_tokens": length}
         return TeacherFigures(name, accuracy, length, alignment, cached)
 
     async def evaluate(self) -> Figures:
@@ -202,6 +209,10 @@ class Run:
         self.history.append(record)
         for listener in self.listeners:
             listener(record)
+        for symptom in self.guard.observe(record):
+            self.symptoms.append(symptom)
+            for told in self.symptom_listeners:
+                told(symptom)
 
 
 def _evaluation_batch(prompts: list[Prompt]) -> pa.RecordBatch:

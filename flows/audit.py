@@ -74,11 +74,21 @@ def rows(reports: dict[str, Report]) -> list[dict[str, Any]]:
 
 
 def show(reports: dict[str, Report], console: Console) -> None:
-    """A table for each sampler; the estimator in use comes first."""
+    """A table for each sampler; the estimator in use comes first. *worst* is the share of a
+    position's error, summed over positions, that one of them has."""
     for name, report in reports.items():
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("estimator", no_wrap=True)
-        for title in ("bytes", "tail", "bias", "mse", "cosine", "batch\nbias", "batch\nmse"):
+        for title in (
+            "bytes",
+            "tail",
+            "bias",
+            "mse",
+            "worst",
+            "cosine",
+            "batch\nbias",
+            "batch\nmse",
+        ):
             table.add_column(title, justify="right", no_wrap=True)
         for row in report.rows:
             table.add_row(
@@ -86,10 +96,11 @@ def show(reports: dict[str, Report], console: Console) -> None:
                 f"{row.bytes_per_token:.0f}",
                 f"{row.tail_mass:.4f}",
                 f"{row.bias:.3f}",
-                f"{row.mse:.2g}",
+                f"{row.mse:.2g}" + ("*" if row.drawn else ""),
+                f"{row.worst:.0%}",
                 f"{row.cosine:.3f}",
                 f"{row.batch_bias:.3f}",
-                f"{row.batch_mse:.2g}",
+                f"{row.batch_mse:.2g}" + ("*" if row.drawn else ""),
             )
         console.print(
             f"\n{name}: {report.positions} positions, student's entropy {report.entropy:.2f} nats, "
@@ -102,6 +113,10 @@ def show(reports: dict[str, Report], console: Console) -> None:
             f"smallest cache that stays well below it: {report.recommended or 'none of these'}",
             soft_wrap=True,
         )
+        if any(row.drawn for row in report.rows):
+            console.print("* from draws; all other errors from closed forms")
+        for warning in report.warnings:
+            console.print(f"[yellow]warning[/]: {warning}", soft_wrap=True)
 
 
 def plot(reports: dict[str, Report]) -> Figure:

@@ -74,6 +74,7 @@ async def distill(config: RunConfig) -> dict[str, Any]:
             tracker, _ = await asyncio.gather(opening, run.start())
         with tracker:
             run.listeners += [tracker.step, terminal.step]
+            run.symptom_listeners += [tracker.symptom, terminal.symptom]
             return await _stages(run, tracker, watch, terminal)
     finally:
         terminal.close()
@@ -125,6 +126,7 @@ def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dic
         )
         / trained,
         "masked_tokens": sum(r.metrics["staleness/masked_tokens"] for r in run.history),
+        "symptoms": [asdict(symptom) for symptom in run.symptoms],
         "ratio_deviation": run.history[0].metrics["policy/ratio_deviation"],
         "busy": {
             role: sum(r.metrics[f"busy/{role}"] for r in run.history) / len(run.history)

@@ -22,7 +22,7 @@ def metric_table() -> str:
     """Every metric of the catalogue, as Markdown."""
     rows = ["| metric | unit | meaning | what to do |", "|---|---|---|---|"]
     rows += [
-        f"| `{name}` | {_cell(m.unit)} | {_cell(m.meaning)} | {_cell(m.advice)} |"
+        f"| `{name}` | {_cell(m.unit)} | {_cell(m.meaning)} | {_cell(m.guide)} |"
         for name, m in CATALOGUE.items()
     ]
     return "\n".join(rows)

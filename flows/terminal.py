@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from engine.config import RunConfig
+from engine.health import Symptom
 from engine.loop import StepRecord
 from engine.preflight import Inputs
 
@@ -77,6 +79,10 @@ class Terminal:
             self._progress.update(self._task, completed=record.step, description=line(record))
         elif record.step % max(1, self._total // LINES) == 0:
             self._console.print(f"    {line(record, self._total)}", soft_wrap=True)
+
+    def symptom(self, symptom: Symptom) -> None:
+        """Says, above the live line, that the run has left its healthy range."""
+        self._console.print(f"    [yellow]![/] {escape(symptom.text)}", soft_wrap=True)
 
     def close(self) -> None:
         """Takes the live line away."""

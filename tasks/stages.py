@@ -7,12 +7,16 @@ hashed.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import acreate_progress_artifact, aupdate_progress_artifact
+from prefect.artifacts import (
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    aupdate_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 
 from engine.evaluation import Figures
@@ -31,13 +35,13 @@ async def teacher_cache(run: Run) -> TeacherFigures:
 @task(cache_policy=NO_CACHE)
 async def generate(run: Run, until: int) -> None:
     """Rollouts and scores for a segment, until the learner has made step `until`."""
-    await _with_progress(run.generate(until), "generate", run, until)
+    await _watched(run.generate(until), await _progress("generate", run, until))
 
 
 @task(cache_policy=NO_CACHE)
 async def train(run: Run, until: int) -> None:
-    """The learner's steps of a segment."""
-    await _with_progress(run.train(until), "train", run, until)
+    """The learner's steps of a segment, and what is wrong with them."""
+    await _watched(run.train(until), await _progress("train", run, until), _health(run))
 
 
 @task(cache_policy=NO_CACHE)
@@ -55,26 +59,53 @@ async def register(
     return await asyncio.to_thread(tracker.register, folder, before, after)
 
 
-async def _with_progress(work: Coroutine[Any, Any, None], name: str, run: Run, until: int) -> None:
-    """Runs a stage, and keeps its progress artifact up to date."""
-    first = run.loop.version
+Report = Callable[[], Coroutine[Any, Any, None]]
+"""Brings something in Prefect up to date."""
 
-    def percent() -> float:
-        return 100.0 * (run.loop.version - first) / max(1, until - first)
 
-    description = f"{name}: steps {first} to {until} of {run.steps}"
-    artifact: Any = await acreate_progress_artifact(0.0, key=name, description=description)
-    reporter = asyncio.create_task(_report(artifact, percent))
+async def _watched(work: Coroutine[Any, Any, None], *reports: Report) -> None:
+    """Does the work, and reports all the while."""
+    reporter = asyncio.create_task(_repeat(reports))
     try:
         await work
     finally:
         reporter.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await reporter
-    await aupdate_progress_artifact(artifact, percent())
+    for report in reports:
+        await report()
 
 
-async def _report(artifact: Any, percent: Callable[[], float]) -> None:
+async def _repeat(reports: Sequence[Report]) -> None:
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)
-        await aupdate_progress_artifact(artifact, percent())
+        for report in reports:
+            await report()
+
+
+async def _progress(name: str, run: Run, until: int) -> Report:
+    """A stage's progress artifact."""
+    first = run.loop.version
+    description = f"{name}: steps {first} to {until} of {run.steps}"
+    artifact: Any = await acreate_progress_artifact(0.0, key=name, description=description)
+
+    async def report() -> None:
+        percent = 100.0 * (run.loop.version - first) / max(1, until - first)
+        await aupdate_progress_artifact(artifact, percent)
+
+    return report
+
+
+def _health(run: Run) -> Report:
+    """An artifact that says what the guard has noticed; none of a healthy run."""
+    told = len(run.symptoms)
+
+    async def report() -> None:
+        nonlocal told
+        if len(run.symptoms) > told:
+            told = len(run.symptoms)
+            lines = "\n".join(f"- {symptom.text}" for symptom in run.symptoms)
+            description = "the run has left its healthy range"
+            await acreate_markdown_artifact(lines, key="health", description=description)
+
+    return report

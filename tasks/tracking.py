@@ -21,11 +21,12 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
 import matplotlib
 import mlflow
-from mlflow.entities import Metric, Param
+from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from engine.config import RunConfig
 from engine.evaluation import Figures
+from engine.health import Symptom
 from engine.loop import StepRecord
 
 matplotlib.use("Agg")
@@ -65,13 +66,20 @@ class Tracker:
             for key, value in _flat(config.model_dump(mode="json")).items()
         ]
         self._client.log_batch(self.run_id, params=parameters)
-        self._queue: queue.Queue[StepRecord | None] = queue.Queue()
+        self._queue: queue.Queue[dict[str, list[Any]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._write, name="mlflow", daemon=True)
         self._thread.start()
 
     def step(self, record: StepRecord) -> None:
         """Queues a step's metrics."""
-        self._queue.put(record)
+        now = int(time.time() * 1000)
+        metrics = [Metric(k, v, now, record.step) for k, v in record.metrics.items()]
+        self._queue.put({"metrics": metrics})
+
+    def symptom(self, symptom: Symptom) -> None:
+        """Queues what the guard has noticed: a tag `health/<metric>`, which says it in words."""
+        # MLflow takes the place of a tag with its name: the newest text stays.
+        self._queue.put({"tags": [RunTag(f"health/{symptom.metric}", symptom.text)]})
 
     def evaluation(self, figures: Figures, step: int) -> None:
         """Logs held-out figures at a step."""
@@ -143,14 +151,12 @@ class Tracker:
         return str(self._client.create_experiment(name, artifact_location=location))
 
     def _write(self) -> None:
-        """Consumes step records / waits for the next / ended by None / produces metrics, trying
-        again while MLflow is away."""
-        while (record := self._queue.get()) is not None:
-            now = int(time.time() * 1000)
-            metrics = [Metric(k, v, now, record.step) for k, v in record.metrics.items()]
+        """Consumes batches of metrics or tags / waits for the next / ended by None / writes them,
+        trying again while MLflow is away."""
+        while (batch := self._queue.get()) is not None:
             while True:
                 try:
-                    self._client.log_batch(self.run_id, metrics=metrics)
+                    self._client.log_batch(self.run_id, **batch)
                     break
                 except MlflowException as error:
                     log.warning("MLflow is away, metrics wait for it: %s", error)

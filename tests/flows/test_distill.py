@@ -180,3 +180,31 @@ def _generation_and_training_overlapped(database: Path) -> None:
         assert train[0] < generate[1]
     keys = [key for key, _ in progress]
     assert {"generate", "train", "result"} <= set(keys)
+
+
+def test_a_run_that_collapses_says_so_in_the_terminal_in_mlflow_and_in_prefect(
+    run_file: Path,
+) -> None:
+    figures_file = run_file.with_name("figures.json")
+    hot = ["training.steps=10", "optimizer.lr=3", "optimizer.warmup_steps=0", "checkpoint.every=10"]
+    done = _opdflow(["run", str(run_file), *hot, "--json", str(figures_file)])
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(figures_file.read_text())
+    texts = [symptom["text"] for symptom in figures["symptoms"]]
+    assert texts
+    for text in texts:
+        assert f"! {text}" in done.stdout, "a line of its own"
+
+    mlflow.set_tracking_uri(figures["mlflow_uri"])
+    tags = mlflow.MlflowClient().get_run(figures["mlflow_run"]).data.tags
+    newest = {symptom["metric"]: symptom["text"] for symptom in figures["symptoms"]}
+    assert {k: v for k, v in tags.items() if k.startswith("health/")} == {
+        f"health/{metric}": text for metric, text in newest.items()
+    }
+
+    database = sqlite3.connect(run_file.parent / "runs" / "prefect" / "prefect.db")
+    (artifact,) = database.execute(
+        "select data from artifact where key = 'health' order by created desc limit 1"
+    ).fetchone()
+    assert all(text in artifact for text in texts)
