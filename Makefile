@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test study calm estimators draws head lint format docs clean
+.PHONY: demo test study calm estimators draws head gate lint format docs clean
 
 demo: $(READY)
 	@$(BIN)/opdflow demo $(ARGS)
@@ -25,6 +25,9 @@ draws: $(READY)
 
 head: $(READY)
 	@$(BIN)/python benchmarks/head.py $(ARGS)
+
+gate: $(READY)
+	@$(BIN)/python benchmarks/gate.py $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

@@ -117,6 +117,11 @@ class StepBatch:
         return np.arange(len(self._responses.lengths))
 
     @property
+    def lengths(self) -> np.ndarray:
+        """[rows] response tokens."""
+        return self._responses.lengths
+
+    @property
     def entries(self) -> int:
         """Cached entries of all tokens."""
         return len(self._entries.values)

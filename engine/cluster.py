@@ -19,6 +19,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+import numpy as np
 import pyarrow as pa
 import ray
 
@@ -155,7 +156,7 @@ class LearnerActor:
     def step(self) -> StepReport:
         return self._worker.step()
 
-    def divergence(self, rows: list[list[int]], *batches: pa.RecordBatch) -> tuple[float, int]:
+    def divergence(self, rows: list[list[int]], *batches: pa.RecordBatch) -> np.ndarray:
         return self._worker.divergence(list(batches), rows)
 
     @ray.method(num_returns=2, concurrency_group="publish")
@@ -227,10 +228,10 @@ class Learner:
         weights, report = self.actor.published.remote()
         return weights, await report
 
-    async def divergence(self, rows: list[tuple[Any, list[int]]]) -> tuple[float, int]:
+    async def divergence(self, rows: list[tuple[Any, list[int]]]) -> np.ndarray:
         batches, indices = _columns(rows)
-        total: tuple[float, int] = await self.actor.divergence.remote(indices, *batches)
-        return total
+        totals: np.ndarray = await self.actor.divergence.remote(indices, *batches)
+        return totals
 
     async def save(self, folder: Path, rows: list[tuple[Any, list[int]]]) -> None:
         batches, indices = _columns(rows)

@@ -434,6 +434,35 @@ class TrackingConfig(Section):
         return uri
 
 
+class GuardConfig(Section):
+    """A further evaluation set, on which a candidate must not lose."""
+
+    path: str
+    """As `prompts.path`. Its prompts are left out of training."""
+    limit: int = Field(256, gt=0)
+    """At most this many prompts, from the top of the file."""
+    margin: float = Field(0.05, gt=0)
+    """The candidate must be shown to lose less accuracy than this; on a set without answers, to
+    gain less KL in nats/token."""
+
+
+class GateConfig(Section):
+    """Which candidate of a night becomes champion."""
+
+    level: float = Field(0.05, gt=0, lt=0.5)
+    """Largest chance that a candidate no better than the champion is promoted. Lower asks for more
+    evidence: larger gains, or more held-out prompts."""
+    gain: float = Field(0.0, ge=0, lt=1)
+    """Held-out accuracy must be shown to have risen by more than this."""
+    kl_gain: float = Field(0.0, ge=0)
+    """Or else the KL, in nats/token, must be shown to have fallen by more than this, ..."""
+    loss: float = Field(0.05, gt=0, lt=1)
+    """... while the accuracy is shown to have fallen by less than this."""
+    guards: dict[str, GuardConfig] = {}
+    """Further sets by name, on which no candidate may lose: tables `gate.guards.NAME` with `path`,
+    `limit` (256) and `margin` (0.05 of accuracy; of KL on a set without answers)."""
+
+
 class RunConfig(Section):
     """One run of `distill`."""
 
@@ -449,6 +478,7 @@ class RunConfig(Section):
     staleness: StalenessConfig = StalenessConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+    gate: GateConfig = GateConfig()
     directory: str = "runs"
     """Folder for runs, the teacher cache and, by default, MLflow's and Prefect's databases."""
     ray_address: str = ""

@@ -18,6 +18,8 @@ from engine.prompts import Prompt, to_batch
 from engine.rollout import RolloutWorker
 from engine.schema import RolloutMeta, row_lengths
 
+# The name of the set that `evaluation.path` gives, beside those of the gate's guards.
+HELD_OUT = "held-out"
 SLOTS = 128
 TOKENS_PER_PASS = 8192
 
@@ -35,15 +37,42 @@ class Figures:
     finished: float
     """Fraction of responses that ended by end-of-sequence."""
 
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What a model does on each prompt of a set, in the order of the set; [prompts] each."""
+
+    correct: np.ndarray
+    """1 where the verifier accepts the response, 0 where not, NaN without an answer."""
+    divergence: np.ndarray
+    """Exact KL(student || teacher) of the response, summed over its tokens, in nats."""
+    tokens: np.ndarray
+    finished: np.ndarray
+
     @classmethod
-    def of(cls, metas: list[RolloutMeta], divergence: float, tokens: int) -> "Figures":
-        """From responses and their divergence, summed over `tokens` tokens."""
-        judged = [meta.correct for meta in metas if meta.correct is not None]
+    def of(cls, metas: list[RolloutMeta], divergence: np.ndarray) -> "Outcomes":
+        """From one response to each prompt, and its divergence."""
         return cls(
-            accuracy=sum(judged) / len(judged) if judged else None,
-            kl=divergence / max(1, tokens),
-            mean_length=sum(meta.response_tokens for meta in metas) / len(metas),
-            finished=sum(meta.finish_reason == "stop" for meta in metas) / len(metas),
+            np.array([np.nan if meta.correct is None else meta.correct for meta in metas], float),
+            divergence,
+            np.array([meta.response_tokens for meta in metas]),
+            np.array([meta.finish_reason == "stop" for meta in metas]),
+        )
+
+    @property
+    def figures(self) -> Figures:
+        judged = self.correct[~np.isnan(self.correct)]
+        return Figures(
+            accuracy=float(judged.mean()) if len(judged) else None,
+            kl=float(self.divergence.sum() / max(1, self.tokens.sum())),
+            mean_length=float(self.tokens.mean()),
+            finished=float(self.finished.mean()),
+        )
+
+    def take(self, rows: np.ndarray | slice) -> "Outcomes":
+        """These prompts' outcomes."""
+        return Outcomes(
+            self.correct[rows], self.divergence[rows], self.tokens[rows], self.finished[rows]
         )
 
 
@@ -85,16 +114,18 @@ def evaluate_models(
     worker = RolloutWorker(sampler, ours.decode, Sampled(), max_new_tokens, seed)
     batch, report = worker.generate(to_batch(prompts, range(len(prompts)), [0] * len(prompts)))
     lengths = row_lengths(batch, "prompt_ids") + row_lengths(batch, "response_ids")
-    total, tokens = 0.0, 0
+    totals = np.zeros(len(lengths))
+    responses = row_lengths(batch, "response_ids")
     chunk = positions_per_chunk(ours.vocabulary)
     for rows in split(lengths, np.arange(len(lengths)), TOKENS_PER_PASS):
         inputs = sequences(batch, rows).to(ours.device)
         pairs = zip(
             ours.hidden(inputs).split(chunk), theirs.hidden(inputs).split(chunk), strict=True
         )
+        sums = []
         for our_states, their_states in pairs:
             log_p = ours.logprobs(our_states, temperature)
             log_q = theirs.logprobs(their_states, teacher_temperature)
-            total += (log_p.exp() * (log_p - log_q)).sum().item()
-            tokens += len(log_p)
-    return Figures.of(report.metas, total, tokens)
+            sums.append((log_p.exp() * (log_p - log_q)).sum(-1).double().cpu().numpy())
+        np.add.at(totals, np.repeat(rows, responses[rows]), np.concatenate(sums))
+    return Outcomes.of(report.metas, totals).figures

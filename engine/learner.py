@@ -175,16 +175,16 @@ class LearnerWorker:
         return weights, time.perf_counter() - start
 
     @torch.inference_mode()
-    def divergence(self, batches: list[pa.RecordBatch], rows: list[list[int]]) -> tuple[float, int]:
-        """Exact KL(student || teacher) of densely scored rows, summed over tokens, and their
-        number."""
+    def divergence(self, batches: list[pa.RecordBatch], rows: list[list[int]]) -> np.ndarray:
+        """[rows] exact KL(student || teacher) of densely scored rows, each summed over its
+        tokens."""
         batch = self._batch(merge(batches, rows), self.version, EXACT)
-        total, tokens = 0.0, 0
-        for micro in self._micro_batches(batch, batch.rows):
-            loss, _ = self._loss(micro, loss_of(EXACT))
-            total += loss.item()
-            tokens += len(micro.support)
-        return total, tokens
+        totals = np.zeros(len(batch.rows))
+        for part in batch.split(batch.rows, self._config.training.micro_tokens):
+            _, statistics = self._loss(batch.micro(part, self._student.device), loss_of(EXACT))
+            owners = np.repeat(part, batch.lengths[part])
+            np.add.at(totals, owners, statistics["kl"].double().cpu().numpy())
+        return totals
 
     def save(self, folder: Path, batches: list[pa.RecordBatch], rows: list[list[int]]) -> None:
         """Writes model, optimizer and the buffer's rows: safetensors and Arrow, no pickles."""

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,10 +46,17 @@ class Inputs:
     """Prompts left out as too long."""
     held_out: int
     """Prompts left out because they are evaluated on."""
+    guards: dict[str, list[Prompt]] = field(default_factory=dict)
+    """The gate's further evaluation sets."""
 
     @property
     def longest_prompt(self) -> int:
-        return max(len(prompt.ids) for prompt in [*self.prompts, *self.evaluation])
+        return max(len(prompt.ids) for prompt in [*self.prompts, *self.evaluated])
+
+    @property
+    def evaluated(self) -> list[Prompt]:
+        """The held-out prompts, and those of all guards."""
+        return [*self.evaluation, *(prompt for each in self.guards.values() for prompt in each)]
 
 
 def check(config: RunConfig) -> Inputs:
@@ -63,7 +70,11 @@ def check(config: RunConfig) -> Inputs:
     evaluation, _ = read_prompts(
         config.evaluation.path, tokenizer, config.prompts, config.evaluation.limit
     )
-    held_out = {prompt.text for prompt in evaluation}
+    guards = {
+        name: read_prompts(guard.path, tokenizer, config.prompts, guard.limit)[0]
+        for name, guard in config.gate.guards.items()
+    }
+    held_out = {p.text for each in (evaluation, *guards.values()) for p in each}
     kept = [prompt for prompt in prompts if prompt.text not in held_out]
     if not kept:
         raise ConfigError(
@@ -71,7 +82,7 @@ def check(config: RunConfig) -> Inputs:
             "training needs prompts that are not evaluated on"
         )
     left_out = len(prompts) - len(kept)
-    inputs = Inputs(student, teacher, kept, evaluation, len(tokenizer), skipped, left_out)
+    inputs = Inputs(student, teacher, kept, evaluation, len(tokenizer), skipped, left_out, guards)
     for name, folder in (("student", student), ("teacher", teacher)):
         _fits(name, folder, tokenizer, config, inputs)
     cache = config.estimator.cache

@@ -18,7 +18,7 @@ from engine.cache import TeacherCache, key
 from engine.checkpoint import Checkpoints, Position
 from engine.cluster import Cluster
 from engine.config import Dense, RunConfig, Sampled
-from engine.evaluation import Figures
+from engine.evaluation import HELD_OUT, Outcomes
 from engine.health import Guard, Symptom
 from engine.loop import Loop, StepRecord
 from engine.models import digest
@@ -134,22 +134,25 @@ class Run:
         self.guard.teacher = {"train/response_tokens": length}
         return TeacherFigures(name, accuracy, length, alignment, cached)
 
-    async def evaluate(self) -> Figures:
-        """The learner's current weights on the held-out prompts: sampled responses, verified, and
-        the exact divergence from the teacher on them. No response may be in flight."""
+    async def evaluate(self) -> dict[str, Outcomes]:
+        """The learner's current weights on the held-out prompts and on every guard's: sampled
+        responses, verified, and the exact divergence from the teacher on them. A prompt is sampled
+        by the same worker with the same seed each time. No response may be in flight."""
         weights = await self._cluster.weights()
-        metas: list[RolloutMeta] = []
-        total, tokens = 0.0, 0
-        workers = self._cluster.rollouts
+        prompts, workers = self.inputs.evaluated, self._cluster.rollouts
+        metas: dict[int, RolloutMeta] = {}
+        divergence = np.zeros(len(prompts))
         for index, worker in enumerate(workers):
-            share = self.inputs.evaluation[index :: len(workers)]
+            share = prompts[index :: len(workers)]
             if not share:
                 continue
             batch, report = await worker.generate(_evaluation_batch(share), weights)
-            metas += report.metas
-            part_total, part_tokens = await self._divergence(batch, report.metas)
-            total, tokens = total + part_total, tokens + part_tokens
-        return Figures.of(metas, total, tokens)
+            # Responses come in the order in which they finished.
+            places = [index + len(workers) * (-1 - meta.ticket) for meta in report.metas]
+            metas |= zip(places, report.metas, strict=True)
+            divergence[places] = await self._divergence(batch, report.metas)
+        everything = Outcomes.of([metas[place] for place in range(len(prompts))], divergence)
+        return self._by_set(everything)
 
     async def generate(self, until: int) -> None:
         """Generation and scoring of a segment."""
@@ -193,17 +196,23 @@ class Run:
             trace,
         )
 
-    async def _divergence(self, batch: object, metas: list[RolloutMeta]) -> tuple[float, int]:
-        """Summed over tokens, and their number; in parts, for the whole vocabulary is large."""
+    def _by_set(self, everything: Outcomes) -> dict[str, Outcomes]:
+        sets = {HELD_OUT: self.inputs.evaluation, **self.inputs.guards}
+        ends = np.cumsum([len(prompts) for prompts in sets.values()]).tolist()
+        starts = [0, *ends[:-1]]
+        slices = zip(sets, starts, ends, strict=True)
+        return {name: everything.take(slice(start, end)) for name, start, end in slices}
+
+    async def _divergence(self, batch: object, metas: list[RolloutMeta]) -> np.ndarray:
+        """[responses] summed over tokens; in parts, for the whole vocabulary is large."""
         teacher, learner = self._cluster.teachers[0], self._cluster.learner
         lengths = np.array([meta.response_tokens for meta in metas])
         budget = max(1, DENSE_BYTES // (4 * self.inputs.vocabulary))
-        total, tokens = 0.0, 0
+        totals = np.zeros(len(metas))
         for rows in split(lengths, np.arange(len(metas)), budget):
             scored, _ = await teacher.score([batch], Dense(), rows.tolist())
-            amount, count = await learner.divergence([(scored, list(range(len(rows))))])
-            total, tokens = total + amount, tokens + count
-        return total, tokens
+            totals[rows] = await learner.divergence([(scored, list(range(len(rows))))])
+        return totals
 
     def _record(self, record: StepRecord) -> None:
         self.history.append(record)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import RunConfig, parse
-from engine.evaluation import Figures
+from engine.evaluation import HELD_OUT, Figures
 from engine.loop import Loop, StepRecord
 from engine.preflight import Inputs
 from engine.prompts import Prompt, PromptStream
@@ -218,7 +218,7 @@ async def _arms(
             run.listeners[:] = [clock.step]
             await run.evaluate()  # which also gives all workers the first weights
             await _both(run.loop, run.steps)
-            figures = await run.evaluate()
+            figures = (await run.evaluate())[HELD_OUT].figures
             outcomes.append(_measured(run, clock, arm, seed, figures))
             speed = outcomes[-1].tokens_per_second
             console.print(f"  seed {seed} {arm:<14} {speed:7.0f} tokens/s, KL {figures.kl:.3f}")

@@ -26,7 +26,7 @@ from prefect.runtime import flow_run
 
 from engine import preflight
 from engine.config import RunConfig
-from engine.evaluation import Figures
+from engine.evaluation import HELD_OUT, Figures
 from engine.run import Run
 from flows.terminal import Terminal
 from tasks.stages import evaluate, generate, register, teacher_cache, train
@@ -86,13 +86,14 @@ async def _stages(
 ) -> dict[str, Any]:
     config = run.config
     with watch.stage("evaluate before"), terminal.stage("teacher cache, evaluation before"):
-        teacher, before = await asyncio.gather(teacher_cache(run), evaluate(run))
+        teacher, outcomes = await asyncio.gather(teacher_cache(run), evaluate(run))
+    before = outcomes[HELD_OUT].figures
     tracker.evaluation(before, 0)
     with watch.stage("distil"), terminal.steps():
         for until in _segment_ends(config):
             await segment.with_options(retries=config.checkpoint.retries)(run, until)
     with watch.stage("evaluate after"), terminal.stage("evaluation after"):
-        after = await evaluate(run)
+        after = (await evaluate(run))[HELD_OUT].figures
     tracker.evaluation(after, run.steps)
     with watch.stage("register"), terminal.stage("registering the student"):
         version = await register(run, tracker, run.student_folder, before, after)

@@ -19,7 +19,7 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 
-from engine.evaluation import Figures
+from engine.evaluation import Figures, Outcomes
 from engine.run import Run, TeacherFigures
 from tasks.tracking import Tracker
 
@@ -45,8 +45,8 @@ async def train(run: Run, until: int) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-async def evaluate(run: Run) -> Figures:
-    """The current student on the held-out prompts."""
+async def evaluate(run: Run) -> dict[str, Outcomes]:
+    """The current student on the held-out prompts and the gate's guards."""
     return await run.evaluate()
 
 

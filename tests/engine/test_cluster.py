@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from engine.cluster import Cluster, WorkerStartError, ray
 from engine.config import RunConfig
-from engine.evaluation import Figures, evaluate
+from engine.evaluation import HELD_OUT, Figures, evaluate
 from engine.loop import StepRecord
 from engine.preflight import Inputs, check
 from engine.run import Run, TeacherFigures
@@ -99,7 +99,7 @@ async def tell(run: Run, folder: Path) -> Story:
     run.listeners.append(lambda record: story.heard.append(record.step))
     await run.start()
     story.teacher = [await run.teacher_answers(), await run.teacher_answers()]
-    story.figures.append(await run.evaluate())
+    story.figures.append((await run.evaluate())[HELD_OUT].figures)
 
     story.files.append(files_under(folder))
     await segment(run, 2)
@@ -120,7 +120,7 @@ async def tell(run: Run, folder: Path) -> Story:
 
     await segment(run, STEPS)
     await run.checkpoint()
-    story.figures.append(await run.evaluate())
+    story.figures.append((await run.evaluate())[HELD_OUT].figures)
     position = run.loop.position()
     story.waiting, story.cursor = position.waiting, position.cursor
     story.leases, story.buffered = len(run.loop.permits.leases), len(run.loop.buffer)
