@@ -435,7 +435,9 @@ class Loop:
         slots = self._config.rollout.slots * len(self._rollouts)
         free_slots = slots - sum(self._running.values())
         unscored = sum(len(item.metas) for item in self._unscored)
-        if decision := self.depth.observe(min(1.0, waited / wall), free_slots, unscored, left_over):
+        effective = report.metrics.get("policy/effective_sample", 1.0)  # of no tokens there is none
+        share = min(1.0, waited / wall)
+        if decision := self.depth.observe(share, free_slots, unscored, left_over, effective):
             self.trace.mark(decision)
         metas = [row.meta for row in rows]
         judged = [meta.correct for meta in metas if meta.correct is not None]

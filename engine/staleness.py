@@ -45,6 +45,9 @@ class Bound:
 # A learner that waited less than this share of a step was not kept waiting: shares move by a few
 # per cent from step to step.
 WAITED = 0.05
+# Of fresh rollouts the effective sample is 1. Below this, what a step trained on is no longer what
+# the learner would say, and idle workers cost less than older rollouts would.
+DRIFTED = 0.9
 
 
 class Depth:
@@ -57,10 +60,12 @@ class Depth:
         learner waited and rollout workers had free slots     → deeper by a quarter of a batch
         learner did not wait and half a batch was left over   → shallower by an eighth
         half a batch was waiting for a teacher worker         → shallower by an eighth
+        the step's effective sample was below DRIFTED         → shallower by a quarter, never deeper
 
     A busy worker with free slots can still do more: a decoding step takes nearly as long for a few
     responses as for many, and the longest one keeps a whole batch waiting if nothing else runs.
-    Where teacher workers are the slowest, more responses would only age in front of them.
+    Where teacher workers are the slowest, more responses would only age in front of them. A learner
+    that moves fast, as at a run's beginning, makes rollouts of the same age staler.
 
     A depth that is given stays.
     """
@@ -71,16 +76,20 @@ class Depth:
         self._given = given
         self.value = given or min(2 * batch, permits)
 
-    def observe(self, waited: float, free_slots: int, unscored: int, left_over: int) -> str:
+    def observe(
+        self, waited: float, free_slots: int, unscored: int, left_over: int, effective: float
+    ) -> str:
         """Moves by the share of a step that the learner waited, the rollout workers' free slots and
-        the responses that no teacher worker had taken at its end, and the scored rows that were
-        left when its batch had been taken. Returns the decision in words, or nothing if all
-        stays."""
+        the responses that no teacher worker had taken at its end, the scored rows that were left
+        when its batch had been taken, and its tokens' effective sample. Returns the decision in
+        words, or nothing if all stays."""
         before, enough = self.value, max(1, self._batch // 2)
         if self._given:
             return ""
         kept_waiting = waited > WAITED
-        if unscored >= enough or (left_over >= enough and not kept_waiting):
+        if effective < DRIFTED:
+            self.value = max(self._batch, before - max(1, self._batch // 4))
+        elif unscored >= enough or (left_over >= enough and not kept_waiting):
             self.value = max(self._batch, before - max(1, self._batch // 8))
         elif kept_waiting and free_slots > 0:
             self.value = min(self._permits, before + max(1, self._batch // 4))
@@ -88,7 +97,8 @@ class Depth:
             return ""
         return (
             f"depth {before} → {self.value}: the learner waited {waited:.0%} of the step, "
-            f"{free_slots} slots free, {unscored} unscored, {left_over} rows left over"
+            f"{free_slots} slots free, {unscored} unscored, {left_over} rows left over, "
+            f"effective sample {effective:.2f}"
         )
 
 

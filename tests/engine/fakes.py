@@ -321,13 +321,15 @@ class ScriptedDepth(Depth):
 
     def __init__(self, batch: int, permits: int, script: Script = ()) -> None:
         super().__init__(batch, permits)
-        self.observed: list[tuple[float, int, int, int]] = []
+        self.observed: list[tuple[float, int, int, int, float]] = []
         """Arguments of each call."""
         self._script = [min(permits, max(batch, value)) for value in script] or [permits]
         self.value = self._script[0]
 
-    def observe(self, waited: float, free_slots: int, unscored: int, left_over: int) -> str:
-        self.observed.append((waited, free_slots, unscored, left_over))
+    def observe(
+        self, waited: float, free_slots: int, unscored: int, left_over: int, effective: float
+    ) -> str:
+        self.observed.append((waited, free_slots, unscored, left_over, effective))
         self.value = self._script[len(self.observed) % len(self._script)]
         return ""
 

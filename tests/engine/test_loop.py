@@ -192,10 +192,14 @@ def test_the_depth_is_told_of_a_waiting_learner_and_of_what_is_left_over():
     # A fast learner takes all that there is. For a slow one all 16 permits are in use: in a step's
     # end 4 are given back, and the next step takes 4 of the other 12.
     fast = Factory(run_config(stale=3, steps=9), learner_turns=(1,), depths=(4,)).run()
-    assert [left for *_, left in fast.depth.observed] == [0] * 9
+    assert [left for *_, left, _ in fast.depth.observed] == [0] * 9
     slow = Factory(run_config(stale=3, steps=9), learner_turns=(200,)).run()
-    assert [left for *_, left in slow.depth.observed][1:] == [8, 8, 8, 8, 8, 8, 4, 0]
+    assert [left for *_, left, _ in slow.depth.observed][1:] == [8, 8, 8, 8, 8, 8, 4, 0]
     slots = run_config().rollout.slots
+    assert {effective for *_, effective in fast.depth.observed} == {1.0}, "none was said"
+    drifting = Factory(run_config(stale=3, steps=3))
+    drifting.learner.metrics = {"policy/effective_sample": 0.7}
+    assert {effective for *_, effective in drifting.run().depth.observed} == {0.7}
     for waited, free, *_ in fast.depth.observed + slow.depth.observed:
         assert 0 <= waited <= 1
         assert 0 <= free <= slots

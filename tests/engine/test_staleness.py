@@ -142,15 +142,15 @@ def test_the_depth_starts_at_two_batches_or_at_the_permits() -> None:
 
 def test_a_learner_kept_waiting_while_slots_are_free_makes_it_deeper_up_to_the_permits() -> None:
     depth = Depth(batch=8, permits=19)
-    depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0)
+    depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=1.0)
     assert depth.value == 18
-    depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0)
+    depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=1.0)
     assert depth.value == 19
 
 
 def test_a_learner_that_waits_for_full_workers_gains_nothing_from_depth() -> None:
     depth = Depth(batch=8, permits=40)
-    depth.observe(waited=0.3, free_slots=0, unscored=0, left_over=0)
+    depth.observe(waited=0.3, free_slots=0, unscored=0, left_over=0, effective=1.0)
     assert depth.value == 16
 
 
@@ -158,21 +158,30 @@ def test_responses_that_pile_up_before_the_teacher_make_it_shallower_though_the_
     None
 ):
     depth = Depth(batch=8, permits=40)
-    depth.observe(waited=0.3, free_slots=3, unscored=3, left_over=0)
+    depth.observe(waited=0.3, free_slots=3, unscored=3, left_over=0, effective=1.0)
     assert depth.value == 18, "as yet, a learner that waits is a reason for more"
-    depth.observe(waited=0.3, free_slots=3, unscored=4, left_over=0)
+    depth.observe(waited=0.3, free_slots=3, unscored=4, left_over=0, effective=1.0)
     assert depth.value == 17
 
 
 def test_rows_that_age_in_the_buffer_make_it_shallower_down_to_a_batch() -> None:
     depth = Depth(batch=8, permits=40)
     for expected in (15, 14, 13, 12, 11, 10, 9, 8, 8):
-        depth.observe(waited=0.0, free_slots=3, unscored=0, left_over=4)
+        depth.observe(waited=0.0, free_slots=3, unscored=0, left_over=4, effective=1.0)
         assert depth.value == expected
+
+
+def test_a_learner_that_runs_away_from_its_rollouts_makes_it_shallower_though_it_waits() -> None:
+    depth = Depth(batch=8, permits=40)
+    for expected in (14, 12, 10, 8, 8):
+        depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=0.8)
+        assert depth.value == expected
+    depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=0.95)
+    assert depth.value == 10, "and deeper again when it has calmed down"
 
 
 def test_strictly_synchronous_training_keeps_its_one_batch() -> None:
     depth = Depth(batch=8, permits=8)
-    depth.observe(waited=0.5, free_slots=3, unscored=0, left_over=0)
-    depth.observe(waited=0.0, free_slots=3, unscored=0, left_over=8)
+    depth.observe(waited=0.5, free_slots=3, unscored=0, left_over=0, effective=1.0)
+    depth.observe(waited=0.0, free_slots=3, unscored=0, left_over=8, effective=1.0)
     assert depth.value == 8
