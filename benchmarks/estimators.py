@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pair", choices=["demo", "language"], default="demo")
     parser.add_argument("--positions", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
@@ -141,13 +141,14 @@ def language_scenes() -> Iterator[Scene]:
     texts = [ask.format(topic) for topic in topics for ask in asks]
     rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    prompts, _ = read_prompts(str(path), teacher.tokenizer, PromptsConfig(path=""), 16)
+    many, _ = read_prompts(str(path), teacher.tokenizer, PromptsConfig(path=""), 16)
+    prompts = many[:8]
     flat = language_of(removed)
-    yield "language, untrained student, fresh", flat, flat, teacher, prompts, 48
-    trained = language_of(distilled(flat, teacher, prompts))
-    yield "language, trained student, fresh", trained, trained, teacher, prompts, 48
-    yield "language, trained student, stale", trained, flat, teacher, prompts, 48
-    yield "language, the teacher against the student", teacher, teacher, trained, prompts, 48
+    yield "language, untrained student, fresh", flat, flat, teacher, prompts, 32
+    trained = language_of(distilled(flat, teacher, many))
+    yield "language, trained student, fresh", trained, trained, teacher, prompts, 32
+    yield "language, trained student, stale", trained, flat, teacher, prompts, 32
+    yield "language, the teacher against the student", teacher, teacher, trained, prompts, 32
 
 
 def smollm() -> Path:

@@ -54,7 +54,7 @@ from engine.config import (
 from engine.estimators import Loss, loss_of, m2po_bound
 from engine.head import chunked_loss, positions_per_chunk
 from engine.models import Language
-from engine.moments import Moments, gradient, moments
+from engine.moments import Moments, gradient, likeliest, moments
 from engine.prompts import Prompt, to_batch
 from engine.rollout import RolloutWorker
 from engine.schema import row_lengths
@@ -69,6 +69,8 @@ SMALL = 0.1
 PEAKED, FLAT = 0.5, 2.0
 # A position with more than this share of all positions' error: others would have given another sum.
 DOMINANT = 0.2
+# A bias below this share of the exact gradient's square is one of rounding.
+ROUNDING = 1e-12
 # Float64 and every id: a closed form takes so many times the memory of a chunk of the head.
 CLOSED_SIZE = 8
 
@@ -165,7 +167,8 @@ def audit(
     batch, _ = worker.generate(to_batch(prompts, range(len(prompts)), [0] * len(prompts)))
     scene = _Scene.of(student, sampler, teacher, batch, (temperature, teacher_temperature))
     scene = scene.take(positions, seed)
-    rows = [_audited(scene, estimator, repeats, seed) for estimator in estimators]
+    truths = {exact: scene.exact_gradient(exact) for exact in set(map(_exact, estimators))}
+    rows = [_audited(scene, e, truths[_exact(e)], repeats, seed) for e in estimators]
     # Variances fall with the number of positions in an update, a bias doesn't.
     positions_per_response = row_lengths(batch, "response_ids").mean()
     shrink = len(scene.log_p) / (responses_per_update * positions_per_response)
@@ -345,10 +348,11 @@ class _Scene:
         """As if all ids were kept, each once, those first that are kept for certain."""
         by_teacher = chosen_by_teacher(cache)
         chooser = self.log_q if by_teacher else self.log_p_old
-        order = chooser.argsort(1, descending=True)
-        ranks = torch.arange(self.vocabulary, device=order.device).expand_as(order)
-        drawn = ranks >= (cache.k if isinstance(cache, TopKTail) else 0)
-        n = len(order)
+        n = len(chooser)
+        order = torch.arange(self.vocabulary, device=chooser.device).expand(n, -1)
+        if isinstance(cache, Poisson) and cache.top_k:
+            order = likeliest(chooser, cache.top_k).byte().argsort(1, descending=True)
+        drawn = ~likeliest(chooser, cache.k if isinstance(cache, TopKTail) else 0)
         return Support(
             torch.arange(n + 1, device=order.device) * self.vocabulary,
             order.reshape(-1),
@@ -356,7 +360,7 @@ class _Scene:
             self.log_q.gather(1, order).reshape(-1),
             order[:, 0],
             self.log_p_old.gather(1, order[:, :1]).squeeze(1),
-            drawn.reshape(-1).long(),
+            drawn.gather(1, order).reshape(-1).long(),
             self.log_p.gather(1, order).reshape(-1),
         )
 
@@ -387,6 +391,11 @@ class _Scene:
             total / len(self.log_p), parameters, retain_graph=True, materialize_grads=True
         )
         return torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+
+    def exact_gradient(self, exact: Estimator) -> Tensor:
+        """As `parameter_gradient`."""
+        generator = torch.Generator(self.log_p.device)
+        return self.parameter_gradient(loss_of(exact), self.cached(exact.cache, generator))
 
     def parameter_gradient_of(self, coefficients: Float[Tensor, "n V"]) -> Tensor:
         """Flat, of the mean over positions of sum_a coefficient_a log p(a)."""
@@ -489,18 +498,20 @@ def _loss(estimator: Estimator, scene: _Scene, support: Support) -> Loss:
     return loss_of(estimator, bound)
 
 
-def _audited(scene: _Scene, estimator: Estimator, repeats: int, seed: int) -> Audit:
+def _audited(scene: _Scene, estimator: Estimator, truth: Tensor, repeats: int, seed: int) -> Audit:
+    """`truth` is the exact gradient of the batch."""
     generator = torch.Generator(scene.log_p.device).manual_seed(seed)
     drawn = isinstance(estimator, ReverseKL) and isinstance(estimator.stabiliser, M2PO)
     cache = estimator.cache
     certain = isinstance(cache, StudentTopK | TeacherTopK) or is_whole(cache)
     if not (drawn or certain):
-        positions, kept, covered = _closed_positions(scene, estimator)
-        batch = _closed_batch(scene, estimator, repeats, generator)
+        positions, slopes, kept, covered = _closed_positions(scene, estimator)
+        biased = _ratio(positions.squared_bias, positions.squared_norm) > ROUNDING
+        batch = _closed_batch(scene, cache, truth, slopes, biased, repeats, generator)
     else:
         repeats = 1 if certain else repeats
         positions, kept, covered = _drawn_positions(scene, estimator, repeats, generator)
-        batch = _drawn_batch(scene, estimator, repeats, generator)
+        batch = _drawn_batch(scene, estimator, truth, repeats, generator)
     error = positions.squared_error
     return Audit(
         estimator=label(estimator),
@@ -524,52 +535,51 @@ def _moments(scene: _Scene, cache: Cache) -> Moments:
     return found
 
 
-def _closed_positions(scene: _Scene, estimator: Estimator) -> tuple[_Errors, float, float]:
-    """Errors of each position, ids kept of a token, and the learner's probability of them."""
-    parts, kept, covered = [], 0.0, 0.0
+def _closed_positions(
+    scene: _Scene, estimator: Estimator
+) -> tuple[_Errors, Float[Tensor, "n V"], float, float]:
+    """Errors of each position, the slopes of every id, ids kept of a token, and the learner's
+    probability of them."""
+    parts, slopes, kept, covered = [], [], 0.0, 0.0
     exact = _exact(estimator)
     for chunk in scene.chunks(CLOSED_SIZE):
         part = chunk.double()
         p = part.log_p.exp()
         counts = _moments(part, estimator.cache)
-        slopes = part.slopes(loss_of(estimator), estimator.cache)
+        slopes.append(part.slopes(loss_of(estimator), estimator.cache))
         dense = part.cached(exact.cache, torch.Generator(p.device))
         parts.append(
             _Errors.closed(
                 part.logit_gradient(loss_of(exact), dense)[0],
-                gradient(slopes * counts.mean, p),
-                counts.variance(slopes, p),
+                gradient(slopes[-1] * counts.mean, p),
+                counts.variance(slopes[-1], p),
             )
         )
         kept += counts.kept.sum().item() / len(scene.log_p)
         covered += (counts.kept * p).sum().item() / len(scene.log_p)
-    return _Errors.together(parts), kept, covered
+    return _Errors.together(parts), torch.cat(slopes), kept, covered
 
 
 def _closed_batch(
-    scene: _Scene, estimator: Estimator, probes: int, generator: torch.Generator
+    scene: _Scene,
+    cache: Cache,
+    truth: Tensor,
+    slopes: Float[Tensor, "n V"],
+    biased: bool,
+    probes: int,
+    generator: torch.Generator,
 ) -> _Errors:
     """The exact bias. The variance, which is a trace, is the mean square of random gradients."""
-    exact = _exact(estimator)
-    slopes = torch.cat(
-        [
-            part.double().slopes(loss_of(estimator), estimator.cache)
-            for part in scene.chunks(CLOSED_SIZE)
-        ]
-    )
 
-    def coefficients(counts: Callable[[Moments], Tensor]) -> Tensor:
-        parts = [counts(_moments(part, estimator.cache)) for part in scene.chunks(CLOSED_SIZE)]
-        return slopes * torch.cat(parts)
+    def estimate(counts: Callable[[Moments], Tensor]) -> Tensor:
+        parts = [counts(_moments(part, cache)) for part in scene.chunks(CLOSED_SIZE)]
+        return scene.parameter_gradient_of(slopes * torch.cat(parts))
 
-    dense = scene.cached(exact.cache, generator)
-    truth = scene.parameter_gradient(loss_of(exact), dense)[None]
-    mean = scene.parameter_gradient_of(coefficients(lambda counts: counts.mean))[None]
+    mean = estimate(lambda counts: counts.mean) if biased else truth
     variance = truth.new_zeros(1)
     for _ in range(probes):
-        probe = coefficients(lambda counts: counts.probe(generator))
-        variance += scene.parameter_gradient_of(probe).square().sum() / probes
-    return _Errors.closed(truth, mean, variance)
+        variance += estimate(lambda counts: counts.probe(generator)).square().sum() / probes
+    return _Errors.closed(truth[None], mean[None], variance)
 
 
 def _drawn_positions(
@@ -595,14 +605,11 @@ def _drawn_positions(
 
 
 def _drawn_batch(
-    scene: _Scene, estimator: Estimator, repeats: int, generator: torch.Generator
+    scene: _Scene, estimator: Estimator, truth: Tensor, repeats: int, generator: torch.Generator
 ) -> _Errors:
-    exact = _exact(estimator)
     supports = (scene.cached(estimator.cache, generator) for _ in range(repeats))
     estimates = (scene.parameter_gradient(_loss(estimator, scene, s), s)[None] for s in supports)
-    dense = scene.cached(exact.cache, generator)
-    truth = scene.parameter_gradient(loss_of(exact), dense)[None]
-    return _Errors.drawn(truth, estimates, repeats)
+    return _Errors.drawn(truth[None], estimates, repeats)
 
 
 def entry_bytes(cache: Cache) -> int:

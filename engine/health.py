@@ -13,12 +13,10 @@ import statistics
 from dataclasses import dataclass
 
 from engine.loop import StepRecord
-from engine.metrics import CATALOGUE, PAST, TEACHER, Metric, Range
+from engine.metrics import CATALOGUE, PAST, START, TEACHER, Metric, Range
 
 # Values before the last few that a metric is compared with, where its range is one of its past.
 PAST_STEPS = 20
-# Records that are looked at; more than any range needs.
-KEPT = 2 * PAST_STEPS
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,17 @@ class Guard:
     def observe(self, record: StepRecord) -> list[Symptom]:
         """The symptoms that begin with this step. A step that is made again, after a failure,
         takes the place of what came after it."""
-        self._history = [old for old in self._history if old.step < record.step]
-        self._history = [*self._history[-KEPT:], record]
+        self._history = [old for old in self._history if old.step < record.step] + [record]
         found = {name: s for name in self._catalogue if (s := self._symptom(name, record.step))}
         new = [symptom for name, symptom in found.items() if name not in self.present]
         self.present = found
         return new
 
     def _symptom(self, name: str, step: int) -> Symptom | None:
-        metric, values = self._catalogue[name], self._values(name)
-        if values and not math.isfinite(values[-1]):
-            text = f"step {step}: {name} is {values[-1]}; lower optimizer.lr, or see the data"
-            return Symptom(step, name, values[-1], text)
+        metric, last = self._catalogue[name], self._history[-1].metrics.get(name, 0.0)
+        if not math.isfinite(last):
+            text = f"step {step}: {name} is {last}; lower optimizer.lr, or see the data"
+            return Symptom(step, name, last, text)
         for healthy in metric.healthy:
             value = self._measured(name, healthy)
             if value is not None and not healthy.low <= value <= healthy.high:
@@ -79,8 +76,9 @@ class Guard:
         """What the bounds are multiples of; 0 where it is not known."""
         if healthy.of == TEACHER:
             return self.teacher.get(name, 0.0)
-        if healthy.of == PAST:
-            before = self._values(name)[: -healthy.steps][-PAST_STEPS:]
+        if healthy.of in (PAST, START):
+            before = self._values(name)[: -healthy.steps]
+            before = before[-PAST_STEPS:] if healthy.of == PAST else before[: healthy.steps]
             return statistics.median(before) if len(before) >= healthy.steps else 0.0
         return statistics.median(self._values(healthy.of)[-healthy.steps :] or [0.0])
 

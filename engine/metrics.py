@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 # What a range may be a multiple of, besides another metric.
-PAST, TEACHER = "the run's own past", "the teacher's"
+PAST, START, TEACHER = "the run's own past", "the run's start", "the teacher's"
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Range:
     high: float = math.inf
     steps: int = 1
     of: str = ""
-    """What the bounds are multiples of: PAST, TEACHER or another metric; nothing if empty."""
+    """What the bounds are multiples of: PAST, START, TEACHER or another metric; nothing if empty.
+    PAST is the median of some steps before the last ones, START that of the run's first ones."""
 
     @property
     def unit(self) -> str:
@@ -67,7 +68,7 @@ CATALOGUE: dict[str, Metric] = {
         "nats/token",
         "estimated divergence from the teacher on the trained tokens, in the first pass",
         "training goes the wrong way: lower optimizer.lr or staleness.max",
-        healthy=(Range(high=2.5, steps=3, of=PAST),),
+        healthy=(Range(high=2, steps=3, of=START), Range(high=2.5, steps=3, of=PAST)),
     ),
     "train/accuracy": Metric(
         "fraction",

@@ -160,5 +160,5 @@ def _squared_norms(learner: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
 
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    signs = torch.empty_like(like)
-    return signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    bits = torch.randint(2, like.shape, dtype=torch.int8, device=like.device, generator=generator)
+    return (2 * bits - 1).to(like.dtype)

@@ -12,7 +12,7 @@ import pytest
 
 from engine.health import PAST_STEPS, Guard
 from engine.loop import StepRecord
-from engine.metrics import CATALOGUE, PAST, TEACHER, Metric, Range
+from engine.metrics import CATALOGUE, PAST, START, TEACHER, Metric, Range
 
 RUNS = Path(__file__).parent / "recorded"
 # Mean length of the demo's teacher's responses, in tokens.
@@ -100,6 +100,14 @@ def test_a_range_may_be_of_the_runs_own_past():
     assert told([1.0] * 30 + [9.0] * (PAST_STEPS + 30), healthy) == [31]
 
 
+def test_a_range_may_be_of_the_runs_first_steps():
+    healthy = Range(high=2, steps=2, of=START)
+    assert told([1, 1, 3, 3], healthy) == [4]
+    assert told([1, 9, 9], healthy) == [], "one step is no start"
+    slow = [1.05**step for step in range(60)]
+    assert told(slow, healthy) == [17], "1.05 to the power of 15 is above 2 times the start's 1.025"
+
+
 def test_a_range_may_be_of_the_teachers_value_or_of_another_metric():
     healthy = Range(high=2, of=TEACHER)
     assert told([1, 5], healthy, teacher={"m": 2.0}) == [2]
@@ -134,4 +142,4 @@ def test_the_catalogues_words_are_its_thresholds():
     for metric in CATALOGUE.values():
         for healthy in metric.healthy:
             assert healthy.outside in metric.guide and metric.advice in metric.guide
-            assert healthy.of in ("", PAST, TEACHER, *CATALOGUE)
+            assert healthy.of in ("", PAST, START, TEACHER, *CATALOGUE)

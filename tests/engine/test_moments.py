@@ -96,7 +96,7 @@ def test_a_cap_adds_its_bias_and_nothing_else_does():
 def test_what_is_kept_is_what_is_cached():
     here = scene(7, 2)
     for estimator in ESTIMATORS:
-        _, kept, covered = _closed_positions(here, estimator)
+        *_, kept, covered = _closed_positions(here, estimator)
         many = here[torch.zeros(DRAWS, dtype=torch.long)]
         support = many.cached(estimator.cache, torch.Generator().manual_seed(3))
         assert kept == pytest.approx(len(support.ids) / DRAWS, rel=0.01)
