@@ -80,9 +80,10 @@ class Run:
         """Brings up the workers, and a checkpoint to come back to."""
         await self._cluster.start()
         cluster, config = self._cluster, self.config
+        self._stream = PromptStream(self.inputs.prompts, config.seed)
         self.loop = Loop(
             config,
-            PromptStream(self.inputs.prompts, config.seed),
+            self._stream,
             cluster.rollouts,
             cluster.teachers,
             cluster.learner,
@@ -169,6 +170,15 @@ class Run:
         self.loop.restore(position, weights, [Row(buffer, meta) for meta in metas])
         self.history = [record for record in self.history if record.step <= position.version]
         return position.version
+
+    def trained(self) -> list[Prompt]:
+        """The prompts of all responses that were trained on: of those that were handed out, all but
+        the ones that are on their way."""
+        position = self.loop.position()
+        underway = {ticket for ticket, _ in position.waiting}
+        underway |= {row.meta.ticket for row in self.loop.buffer.rows()}
+        handed_out = range(position.cursor)
+        return [self._stream.prompt(ticket) for ticket in handed_out if ticket not in underway]
 
     def close(self) -> None:
         """Stops all workers."""
