@@ -19,6 +19,7 @@ from flows.cli import main
 from flows.nightly import nightly
 
 BATCH = 8
+pytestmark = pytest.mark.timeout(900)  # three nights start three sets of workers
 
 
 @dataclass
@@ -75,14 +76,14 @@ def _tell(story: Story, file: Path) -> None:
     _night(story, "sabotaged", load(file, ["optimizer.lr=100"]))
     _append(one, "add", 6 * BATCH, 1)
     _night(story, "too few", load(file))
-    _append(one, "add", 6 * BATCH + 1, 4 * BATCH)
+    _append(one, "add", 6 * BATCH + 1, 4 * BATCH - 1)
     with one.open("a") as being_written:
         being_written.write('{"text": "half a li')
     _night(story, "teacher away", load(file, ["teacher.model=/nowhere/teacher"]))
     with Nights(story.folder / "runs", "student").lock():
         _night(story, "overlapping", load(file))
     _dead_run(story)
-    _night(story, "third", load(file, ["gate.level=0.4"]))
+    _night(story, "third", load(file))
     _night(story, "nothing new", load(file))
 
 
@@ -133,8 +134,8 @@ def test_each_night_trains_on_prompts_that_no_other_has_trained_on(story: Story)
     assert len(set.union(*trained)) == 11 * BATCH
     decisions = [row["decision"] for row in story.rows]
     assert decisions == ["promoted", "rejected", "too few prompts", "promoted", "no new prompts"]
-    # 1 waited from the night that had too few of them, and 1 does for the next.
-    assert [row["new_prompts"] for row in story.rows] == [40, 16, 1, 33, 1]
+    # The 1 that was too few is among the 32 of the night after.
+    assert [row["new_prompts"] for row in story.rows] == [40, 16, 1, 32, 0]
 
 
 def test_the_champion_moves_only_by_promotion_and_the_next_night_starts_from_it(
