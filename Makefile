@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test study calm estimators draws head gate lint format docs clean
+.PHONY: demo test study calm estimators draws head gate serve lint format docs clean
 
 demo: $(READY)
 	@$(BIN)/opdflow demo $(ARGS)
+
+serve: $(READY)
+	@$(BIN)/opdflow serve $(ARGS)
 
 test: lint
 	@$(BIN)/python -m pytest

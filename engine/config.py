@@ -63,15 +63,21 @@ class TeacherConfig(Section):
 class PromptsConfig(Section):
     """Where prompts come from, and how they become token ids."""
 
-    path: str
-    """JSONL or Parquet at any fsspec URL. A row has `text` or `messages`, and optionally `id`,
-    `answer` and `verifier` (`boxed`, `exact`, `number`)."""
+    path: str | list[str]
+    """JSONL or Parquet at any fsspec URL, or several of them. A row has `text` or `messages`, and
+    optionally `id`, `answer` and `verifier` (`boxed`, `exact`, `number`)."""
+    growing: bool = False
+    """The files are being written to: a last line without its end is left for the next run."""
     max_tokens: int = Field(512, gt=0)
     """Longest prompt in tokens, chat template included."""
     too_long: Literal["refuse", "skip"] = "refuse"
     """A longer prompt ends the run before it starts, or is left out and counted."""
     template: dict[str, bool | int | float | str] = {}
     """Arguments of the tokenizer's chat template, for example `enable_thinking = false`."""
+
+    @property
+    def sources(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path
 
 
 class EvaluationConfig(Section):
@@ -463,6 +469,17 @@ class GateConfig(Section):
     `limit` (256) and `margin` (0.05 of accuracy; of KL on a set without answers)."""
 
 
+class NightlyConfig(Section):
+    """A night of `opdflow nightly`."""
+
+    min_prompts: int = Field(0, ge=0)
+    """With fewer new prompts than this the night ends without training, and they wait for the next
+    one. A batch is needed in any case."""
+    export: str = ""
+    """Folder at any fsspec URL to which the table of nights is written after each, as Parquet and
+    CSV; empty is `nights/export` in `directory`."""
+
+
 class RunConfig(Section):
     """One run of `distill`."""
 
@@ -479,6 +496,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     gate: GateConfig = GateConfig()
+    nightly: NightlyConfig = NightlyConfig()
     directory: str = "runs"
     """Folder for runs, the teacher cache and, by default, MLflow's and Prefect's databases."""
     ray_address: str = ""

@@ -107,11 +107,16 @@ def _resamples(size: int) -> np.ndarray:
 
 
 def _accuracy(weights: np.ndarray, outcomes: Outcomes) -> np.ndarray:
-    return weights @ outcomes.correct / len(outcomes.correct)
+    return _total(weights, outcomes.correct) / len(outcomes.correct)
 
 
 def _kl(weights: np.ndarray, outcomes: Outcomes) -> np.ndarray:
-    return weights @ outcomes.divergence / np.maximum(1, weights @ outcomes.tokens)
+    tokens = _total(weights, outcomes.tokens)
+    return _total(weights, outcomes.divergence) / np.maximum(1, tokens)
+
+
+def _total(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return weights @ values.astype(weights.dtype)
 
 
 def _better(held_out: Comparison, gate: GateConfig) -> tuple[bool, list[str]]:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from engine.config import ConfigError, RunConfig, StudentTopK, TeacherTopK, TopKTail
 from engine.models import load_config, load_tokenizer, resolve, stop_ids
-from engine.prompts import Prompt, read_prompts
+from engine.prompts import Prompt, read_prompts, read_sources
 
 # Texts on which two tokenizers of one family tend to part: spaces, digits, code, scripts, emoji,
 # control characters, special tokens spelled out.
@@ -60,13 +60,23 @@ class Inputs:
 
 
 def check(config: RunConfig) -> Inputs:
-    """Finds and checks all inputs. Raises ConfigError: what is wrong, where, and what to do."""
+    """Finds and checks all that a run needs. Raises ConfigError: what is wrong, where, and what to
+    do."""
+    inputs = find(config)
+    k_fits(config, inputs.vocabulary)
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    check_address("tracking.uri", uri)
+    return inputs
+
+
+def find(config: RunConfig) -> Inputs:
+    """Finds and checks models and prompts."""
     student, teacher = resolve(config.student.model), resolve(config.teacher.model)
     tokenizer = load_tokenizer(student, config.student.trust_remote_code)
     teachers = load_tokenizer(teacher, config.teacher.trust_remote_code)
-    _same_tokenizer(tokenizer, teachers, config)
-    _same_end(stop_ids(student, tokenizer), stop_ids(teacher, teachers), config)
-    prompts, skipped = read_prompts(config.prompts.path, tokenizer, config.prompts)
+    same_tokenizer(tokenizer, teachers, config)
+    same_end(stop_ids(student, tokenizer), stop_ids(teacher, teachers), config)
+    prompts, skipped = read_sources(tokenizer, config.prompts)
     evaluation, _ = read_prompts(
         config.evaluation.path, tokenizer, config.prompts, config.evaluation.limit
     )
@@ -77,23 +87,26 @@ def check(config: RunConfig) -> Inputs:
     held_out = {p.text for each in (evaluation, *guards.values()) for p in each}
     kept = [prompt for prompt in prompts if prompt.text not in held_out]
     if not kept:
+        sources = ", ".join(config.prompts.sources)
         raise ConfigError(
-            f"{config.prompts.path}: every prompt is also in {config.evaluation.path}; "
+            f"{sources}: every prompt is also in {config.evaluation.path}; "
             "training needs prompts that are not evaluated on"
         )
     left_out = len(prompts) - len(kept)
     inputs = Inputs(student, teacher, kept, evaluation, len(tokenizer), skipped, left_out, guards)
     for name, folder in (("student", student), ("teacher", teacher)):
-        _fits(name, folder, tokenizer, config, inputs)
+        fits(name, folder, tokenizer, config, inputs)
+    return inputs
+
+
+def k_fits(config: RunConfig, vocabulary: int) -> None:
+    """Refuses a cache of more ids than there are."""
     cache = config.estimator.cache
-    if isinstance(cache, TeacherTopK | StudentTopK | TopKTail) and cache.k > len(tokenizer):
+    if isinstance(cache, TeacherTopK | StudentTopK | TopKTail) and cache.k > vocabulary:
         raise ConfigError(
-            f"estimator.cache.k = {cache.k} is larger than the vocabulary of {len(tokenizer)} ids; "
+            f"estimator.cache.k = {cache.k} is larger than the vocabulary of {vocabulary} ids; "
             'lower it, or take cache = {type = "dense"}'
         )
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    check_address("tracking.uri", uri)
-    return inputs
 
 
 def check_address(name: str, uri: str) -> None:
@@ -114,7 +127,8 @@ def check_address(name: str, uri: str) -> None:
         ) from None
 
 
-def _same_tokenizer(student: Any, teacher: Any, config: RunConfig) -> None:
+def same_tokenizer(student: Any, teacher: Any, config: RunConfig) -> None:
+    """Refuses tokenizers that differ in a token, or split a text differently."""
     where = f"student {config.student.model} and teacher {config.teacher.model}"
     advice = "; a teacher must share the student's tokenizer, so take one of the same family"
     ours, theirs = student.get_vocab(), teacher.get_vocab()
@@ -130,7 +144,8 @@ def _same_tokenizer(student: Any, teacher: Any, config: RunConfig) -> None:
             raise ConfigError(f"{where} have tokenizers that split {text!r} differently{advice}")
 
 
-def _same_end(ours: list[int], theirs: list[int], config: RunConfig) -> None:
+def same_end(ours: list[int], theirs: list[int], config: RunConfig) -> None:
+    """Refuses a teacher that ends responses with an id that doesn't stop the student."""
     if not set(theirs) <= set(ours):
         raise ConfigError(
             f"student {config.student.model} ends a response with ids {ours}, teacher "
@@ -139,7 +154,9 @@ def _same_end(ours: list[int], theirs: list[int], config: RunConfig) -> None:
         )
 
 
-def _fits(name: str, folder: Path, tokenizer: Any, config: RunConfig, inputs: Inputs) -> None:
+def fits(name: str, folder: Path, tokenizer: Any, config: RunConfig, inputs: Inputs) -> None:
+    """Refuses a model with fewer ids than its tokenizer, or too few positions. More ids than the
+    tokenizer has are padding, and pass."""
     trusted = config.student if name == "student" else config.teacher
     model = load_config(folder, trusted.trust_remote_code)
     if len(tokenizer) > model.vocab_size:

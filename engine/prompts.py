@@ -31,15 +31,17 @@ class Prompt:
     verifier: str
 
 
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """Rows of a JSONL or Parquet file at any fsspec URL. Raises ConfigError naming file and row."""
+def read_rows(path: str, growing: bool = False) -> list[dict[str, Any]]:
+    """Rows of a JSONL or Parquet file at any fsspec URL; of a growing one, without a last line that
+    has no end yet. Raises ConfigError naming file and row."""
     try:
         with fsspec.open(path, "rb") as file:
             data = file.read()
         parquet = path.endswith(".parquet")
         rows: list[dict[str, Any]] = _parquet(data) if parquet else []
         # Not splitlines(): JSON strings may hold U+2028 and other things that it takes for an end.
-        lines = [] if parquet else data.decode().split("\n")
+        whole = data[: data.rfind(b"\n") + 1] if growing else data
+        lines = [] if parquet else whole.decode().split("\n")
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{path}: no such prompt file") from None
     except (ImportError, OSError, ValueError) as error:
@@ -56,15 +58,26 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     return rows
 
 
+def read_sources(tokenizer: Any, config: PromptsConfig) -> tuple[list[Prompt], int]:
+    """The prompts of all sources, in their order, and how many were skipped as too long."""
+    growing = config.growing
+    parts = [read_prompts(path, tokenizer, config, growing=growing) for path in config.sources]
+    return [prompt for prompts, _ in parts for prompt in prompts], sum(n for _, n in parts)
+
+
 def read_prompts(
-    path: str, tokenizer: Any, config: PromptsConfig, limit: int | None = None
+    path: str,
+    tokenizer: Any,
+    config: PromptsConfig,
+    limit: int | None = None,
+    growing: bool = False,
 ) -> tuple[list[Prompt], int]:
     """The prompts of a file, and how many were skipped as too long.
 
     Raises ConfigError that names the file and the row."""
     prompts: list[Prompt] = []
     skipped = 0
-    for number, row in enumerate(read_rows(path)[:limit], 1):
+    for number, row in enumerate(read_rows(path, growing)[:limit], 1):
         prompt = _prompt(row, f"{path}, row {number}", tokenizer, config.template)
         if len(prompt.ids) > config.max_tokens:
             if config.too_long == "refuse":
@@ -162,7 +175,7 @@ class PromptStream:
         fresh = [(self.cursor + i, 0) for i in range(count - len(again))]
         self.cursor += len(fresh)
         pairs = again + fresh
-        prompts = [self._prompts[self._index(ticket)] for ticket, _ in pairs]
+        prompts = [self.prompt(ticket) for ticket, _ in pairs]
         return to_batch(prompts, [ticket for ticket, _ in pairs], [n for _, n in pairs])
 
     def queue_again(self, ticket: int, attempt: int) -> None:
@@ -178,9 +191,10 @@ class PromptStream:
         """Goes back to a saved position."""
         self.cursor, self._again = cursor, list(waiting)
 
-    def _index(self, ticket: int) -> int:
+    def prompt(self, ticket: int) -> Prompt:
+        """The prompt of a ticket, handed out or not."""
         epoch, position = divmod(ticket, len(self._prompts))
         if self._order[0] != epoch:
             rng = np.random.default_rng([self._seed, epoch])
             self._order = (epoch, rng.permutation(len(self._prompts)))
-        return int(self._order[1][position])
+        return self._prompts[int(self._order[1][position])]

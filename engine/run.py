@@ -88,6 +88,7 @@ class Run:
     async def start(self) -> None:
         """Brings up the workers, and a checkpoint to come back to."""
         await self._cluster.start()
+        self._stream = PromptStream(self.inputs.prompts, self.config.seed)
         self.loop = self._new_loop(Trace(self.folder / "trace.json"))
         await self.checkpoint()
 
@@ -97,6 +98,7 @@ class Run:
         folder, _ = self._checkpoints.latest()
         weights, _, _ = await self._cluster.learner.restore(folder, 0)
         self.config, self.history = config, []
+        self._stream = PromptStream(self.inputs.prompts, config.seed)
         self.loop = self._new_loop(trace)
         self.loop.restore(Position(0, 0, []), weights, [])
 
@@ -180,6 +182,15 @@ class Run:
         self.history = [record for record in self.history if record.step <= position.version]
         return position.version
 
+    def trained(self) -> list[Prompt]:
+        """The prompts of all responses that were trained on: of those that were handed out, all but
+        the ones that are on their way."""
+        position = self.loop.position()
+        underway = {ticket for ticket, _ in position.waiting}
+        underway |= {row.meta.ticket for row in self.loop.buffer.rows()}
+        handed_out = range(position.cursor)
+        return [self._stream.prompt(ticket) for ticket in handed_out if ticket not in underway]
+
     def close(self) -> None:
         """Stops all workers."""
         self._cluster.close()
@@ -188,7 +199,7 @@ class Run:
         cluster, config = self._cluster, self.config
         return Loop(
             config,
-            PromptStream(self.inputs.prompts, config.seed),
+            self._stream,
             cluster.rollouts,
             cluster.teachers,
             cluster.learner,

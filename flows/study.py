@@ -1,5 +1,7 @@
 """`opdflow study`: estimators by staleness by seed, as a table that grows cell by cell."""
 
+import asyncio
+import base64
 import hashlib
 import json
 import math
@@ -17,6 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
+from prefect import flow
+from prefect.artifacts import acreate_image_artifact, acreate_table_artifact
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -128,6 +132,18 @@ def sweep(study: StudyConfig, run: dict[str, Any], console: Console) -> pa.Table
     table = pa.Table.from_pylist([row for row in rows if row["cell"] in digests], ROW)
     plot(table, study).savefig(path.with_suffix(".png"), dpi=130)
     return table
+
+
+@flow(name="study")
+async def study_flow(config: StudyConfig) -> None:
+    """`opdflow study` as Prefect runs it: the table and the plot are its artifacts."""
+    console = Console(highlight=False)
+    await asyncio.to_thread(sweep, config, config.run, console)
+    plot = (Path(config.directory) / "study.png").read_bytes()
+    rows = await asyncio.to_thread(_read, Path(config.directory) / "study.parquet")
+    await acreate_table_artifact(rows, key="study")
+    url = f"data:image/png;base64,{base64.b64encode(plot).decode()}"
+    await acreate_image_artifact(url, key="study-plot")
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -8,7 +8,6 @@ hashed.
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -52,11 +51,11 @@ async def evaluate(run: Run) -> dict[str, Outcomes]:
 
 @task(cache_policy=NO_CACHE)
 async def register(
-    run: Run, tracker: Tracker, folder: Path, before: Figures, after: Figures
+    run: Run, tracker: Tracker, before: Figures, after: Figures, origin: dict[str, str]
 ) -> str:
     """The checkpoint as a registered model version with alias `candidate`."""
     await asyncio.to_thread(tracker.plots, run.history, before, after)
-    return await asyncio.to_thread(tracker.register, folder, before, after)
+    return await asyncio.to_thread(tracker.register, run.student_folder, before, after, origin)
 
 
 Report = Callable[[], Coroutine[Any, Any, None]]

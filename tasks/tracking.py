@@ -8,23 +8,26 @@ by `transformers` from where MLflow puts them.
 import logging
 import os
 import queue
+import shutil
 import subprocess
 import threading
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import matplotlib
 import mlflow
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from engine.config import RunConfig
+from engine.config import ConfigError, RunConfig
 from engine.evaluation import Figures
 from engine.health import Symptom
 from engine.loop import StepRecord
@@ -34,7 +37,9 @@ from matplotlib.figure import Figure
 
 log = logging.getLogger("opdflow")
 
-CANDIDATE = "candidate"
+CHAMPION, PREVIOUS, CANDIDATE = "champion", "previous", "candidate"
+# Tags of a version that say what became of it.
+REPLACED = "replaced"
 # MLflow's limit on the length of a parameter's value.
 PARAMETER_LENGTH = 6000
 RETRY_SECONDS = 5.0
@@ -46,20 +51,132 @@ def tracking_uri(config: RunConfig) -> str:
     return configured or f"sqlite:///{Path(config.directory).absolute()}/mlflow.db"
 
 
+def connect(uri: str) -> mlflow.MlflowClient:
+    """A client of MLflow at a URI. Slow the first time, when MLflow makes its database."""
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    # The registry's store looks logged models up at the process's URI, not at its client's.
+    mlflow.set_tracking_uri(uri)
+    return mlflow.MlflowClient()
+
+
+class Registry:
+    """The versions of one registered model, and the aliases that say which is in use.
+
+    `champion` is in use, `previous` was before it, `candidate` is the newest. MLflow moves one
+    alias at a time and has no compare-and-set: `previous` moves first, so that a death in between
+    leaves the champion as it was, and what was written is read again."""
+
+    def __init__(self, uri: str, name: str) -> None:
+        self._client = connect(uri)
+        self.name = name
+
+    def version(self, alias: str) -> str | None:
+        """The version that an alias points at."""
+        try:
+            return str(self._client.get_model_version_by_alias(self.name, alias).version)
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+
+    def download(self, version: str, folder: Path) -> Path:
+        """The version's model as a folder, in this one; from there the second time."""
+        final = folder / f"{self.name}-{version}"
+        if not final.exists():
+            draft = folder / f".{self.name}-{version}.draft"
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            uri = f"models:/{self.name}/{version}"
+            mlflow.artifacts.download_artifacts(uri, dst_path=str(draft))
+            draft.rename(final)
+        return final
+
+    def promote(self, version: str, evidence: dict[str, str], over: str | None) -> None:
+        """Makes a version champion in place of `over`, and tags both.
+
+        Raises RegistryError if another champion has come meanwhile: what was compared with one
+        says nothing about the other."""
+        self._known(version)
+        champion = self.version(CHAMPION)
+        if champion != over:
+            raise RegistryError(
+                f"{self.name}: version {version} was to replace champion {over}, and the champion "
+                f"is {champion} by now; compare it with that one, or promote it by hand"
+            )
+        self.tag(version, evidence | {"promoted": _now(), REPLACED: champion or ""})
+        if champion is not None:
+            self.tag(champion, {"replaced_by": version})
+            self._point(PREVIOUS, champion)
+        self._point(CHAMPION, version)
+
+    def rollback(self) -> tuple[str, str]:
+        """Makes the previous champion the champion again; returns what was and what is. The one
+        before it, by its tags, becomes `previous`, so that a second rollback goes back further."""
+        champion, previous = self.version(CHAMPION), self.version(PREVIOUS)
+        if champion is None or previous is None or champion == previous:
+            raise ConfigError(f"{self.name} has no previous champion to go back to")
+        self.tag(champion, {"rolled_back": _now()})
+        self._point(CHAMPION, previous)
+        before = self._known(previous).tags.get(REPLACED)
+        if before:
+            self._point(PREVIOUS, before)
+        else:
+            self._client.delete_registered_model_alias(self.name, PREVIOUS)
+        return champion, previous
+
+    def lineage(self, version: str) -> dict[str, str]:
+        """Where a version comes from and what became of it."""
+        found = self._known(version)
+        aliases = self._client.get_registered_model(self.name).aliases
+        names = sorted(alias for alias, at in aliases.items() if str(at) == version)
+        created = datetime.fromtimestamp(found.creation_timestamp / 1000, UTC)
+        facts = {
+            "version": version,
+            "aliases": ", ".join(names),
+            "registered": f"{created:%Y-%m-%dT%H:%M:%SZ}",
+            "mlflow_run": found.run_id,
+        }
+        return facts | dict(sorted(found.tags.items()))
+
+    def tag(self, version: str, tags: dict[str, str]) -> None:
+        """Tags a version."""
+        for key, value in tags.items():
+            self._client.set_model_version_tag(self.name, version, key, value)
+
+    def _known(self, version: str) -> Any:
+        try:
+            return self._client.get_model_version(self.name, version)
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            raise ConfigError(
+                f"{mlflow.get_tracking_uri()}: no version {version} of a model {self.name!r}"
+            ) from None
+
+    def _point(self, alias: str, version: str) -> None:
+        self._client.set_registered_model_alias(self.name, alias, version)
+        if (now := self.version(alias)) != version:
+            raise RegistryError(
+                f"{self.name}: alias {alias} was set to {version} and is {now}: somebody else is "
+                "moving it; look at the registry, and promote again"
+            )
+
+
+class RegistryError(RuntimeError):
+    """The registry is not as it was when the decision was made."""
+
+
 class Tracker:
     """One MLflow run."""
 
-    def __init__(self, config: RunConfig, name: str) -> None:
+    def __init__(self, config: RunConfig, name: str, tags: dict[str, str] | None = None) -> None:
         """Opens the run. Slow the first time, when MLflow makes its database: call in a thread."""
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.ERROR)
         self._config = config
         Path(config.directory).mkdir(parents=True, exist_ok=True)
-        # The registry's store looks logged models up at the process's URI, not at its client's.
-        mlflow.set_tracking_uri(tracking_uri(config))
-        self._client = mlflow.MlflowClient()
+        self._client = connect(tracking_uri(config))
         self._experiment = self._experiment_id()
-        tags = {"mlflow.runName": name}
+        tags = {"mlflow.runName": name} | (tags or {})
         self.run_id = self._client.create_run(self._experiment, tags=tags).info.run_id
         parameters = [
             Param(key, str(value)[:PARAMETER_LENGTH])
@@ -95,15 +212,24 @@ class Tracker:
         )
         self._client.log_figure(self.run_id, _age_histogram(history), "staleness.png")
 
-    def register(self, folder: Path, before: Figures, after: Figures) -> str:
-        """Registers a model's folder as the newest version, with alias `candidate`."""
+    def report(self, text: str) -> None:
+        """Keeps a Markdown report with the run."""
+        self._client.log_text(self.run_id, text, "report.md")
+
+    def register(
+        self, folder: Path, before: Figures, after: Figures, origin: dict[str, str]
+    ) -> str:
+        """Registers a model's folder as the newest version, with alias `candidate`. `origin` are
+        further tags: digests of what it was made from."""
         config, client = self._config, self._client
         name = config.tracking.model_name
         tags = {
             "student": config.student.model,
             "teacher": config.teacher.model,
-            "data": config.prompts.path,
+            "data": ", ".join(config.prompts.sources),
             "commit": _commit(),
+            "estimator": config.estimator.model_dump_json(),
+            **origin,
             **{f"before.{k}": str(v) for k, v in asdict(before).items()},
             **{f"after.{k}": str(v) for k, v in asdict(after).items()},
         }
@@ -163,6 +289,24 @@ class Tracker:
                     if self._queue.queue and self._queue.queue[-1] is None:
                         return  # the run is over, and waits no longer
                     time.sleep(RETRY_SECONDS)
+
+
+def end_dead_runs(config: RunConfig, tag: str) -> int:
+    """Closes runs that carry this tag of their own and that nobody is writing to any more, for the
+    caller holds their lock; returns how many."""
+    client = connect(tracking_uri(config))
+    experiment = client.get_experiment_by_name(config.tracking.experiment)
+    if experiment is None:
+        return 0
+    wanted = f"tags.`{tag}` = '{config.tracking.model_name}' and attributes.status = 'RUNNING'"
+    runs = client.search_runs([experiment.experiment_id], wanted)
+    for run in runs:
+        client.set_terminated(run.info.run_id, "KILLED")
+    return len(runs)
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

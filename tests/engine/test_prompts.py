@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import ConfigError, PromptsConfig
-from engine.prompts import Prompt, PromptStream, read_prompts, read_rows, to_batch
+from engine.prompts import Prompt, PromptStream, read_prompts, read_rows, read_sources, to_batch
 from engine.schema import PROMPT
 from tests.conftest import build_tokenizer
 
@@ -76,6 +76,25 @@ def test_only_a_line_feed_ends_a_row(tmp_path, separator):
     line = json.dumps(row, ensure_ascii=False)
     path = written(str(tmp_path / "p.jsonl"), f"{line}\r", line)
     assert read_rows(path) == [row, row]
+
+
+def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "hal')
+    assert read_rows(str(path), growing=True) == [{"text": "a"}]
+    with pytest.raises(ConfigError, match="line 2: not valid JSON"):
+        read_rows(str(path))
+    path.write_text('{"text": "a"}\n{"text": "half"}\n')
+    assert [row["text"] for row in read_rows(str(path), growing=True)] == ["a", "half"]
+
+
+def test_several_sources_are_read_in_their_order(tmp_path, tiny_tokenizer):
+    one = written(str(tmp_path / "one.jsonl"), {"text": "b"}, {"text": "a long one"})
+    other = written(str(tmp_path / "other.jsonl"), {"text": "a"})
+    config = PromptsConfig(path=[one, other], max_tokens=3, too_long="skip")
+    prompts, skipped = read_sources(tiny_tokenizer, config)
+    assert [prompt.text for prompt in prompts] == ["b", "a"]
+    assert skipped == 1
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])

@@ -19,7 +19,7 @@ from engine.config import load
 from engine.loop import StepRecord
 from engine.run import Run
 from flows.cli import main
-from flows.distill import segment
+from flows.distill import segment_of
 
 
 @pytest.fixture
@@ -98,8 +98,9 @@ def test_a_failed_segment_starts_again_from_its_checkpoint(
     async def two_segments() -> None:
         await run.start()
         run.listeners.append(kill_the_teacher_once)
-        for until in (2, 4):
-            await segment.with_options(retries=1)(run, until)
+        segment = segment_of(run).with_options(retries=1)
+        for first, last in ((1, 2), (3, 4)):
+            await segment(first, last)
 
     try:
         asyncio.run(two_segments())
