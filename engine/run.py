@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from engine.batch import split
 from engine.buffer import Row
 from engine.cache import TeacherCache, key
+from engine.canary import WrongSamplerError
 from engine.checkpoint import Checkpoints, Position
 from engine.cluster import Cluster
 from engine.config import Dense, RunConfig, Sampled
@@ -64,6 +65,7 @@ class Run:
         self.history: list[StepRecord] = []
         self._cluster = Cluster(config, inputs, all_cores)
         self._checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self._fatal: BaseExceptionGroup | None = None
         self.loop: Loop
         self.listeners: list[Callable[[StepRecord], None]] = []
         """Called with each step's record: trackers and terminals."""
@@ -156,7 +158,11 @@ class Run:
 
     async def generate(self, until: int) -> None:
         """Generation and scoring of a segment."""
-        await self.loop.generate(until)
+        try:
+            await self.loop.generate(until)
+        except* WrongSamplerError as group:
+            self._fatal = group
+            raise
 
     async def train(self, until: int) -> None:
         """Training of a segment."""
@@ -170,7 +176,10 @@ class Run:
         return self._checkpoints.commit(draft, self.loop.position())
 
     async def recover(self) -> int:
-        """After a failure: new workers, at the last checkpoint. Returns its version."""
+        """After a failure: new workers, at the last checkpoint. Returns its version. Raises
+        what new workers wouldn't heal."""
+        if self._fatal:
+            raise self._fatal
         await self._cluster.restart()
         folder, position = self._checkpoints.latest()
         learner = self._cluster.learner
