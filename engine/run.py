@@ -23,6 +23,7 @@ from engine.evaluation import HELD_OUT, Outcomes
 from engine.health import Guard, Symptom
 from engine.loop import Loop, StepRecord
 from engine.models import digest
+from engine.names import WeightsMismatchError
 from engine.preflight import Inputs
 from engine.prompts import Prompt, PromptStream, to_batch
 from engine.schema import RolloutMeta, row_lengths
@@ -160,7 +161,7 @@ class Run:
         """Generation and scoring of a segment."""
         try:
             await self.loop.generate(until)
-        except* WrongSamplerError as group:
+        except* (WrongSamplerError, WeightsMismatchError) as group:
             self._fatal = group
             raise
 
