@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test study calm estimators draws head gate serve lint format docs clean
+.PHONY: demo test study calm estimators draws head gate serve families families-test experts lint format docs clean
 
 demo: $(READY)
 	@$(BIN)/opdflow demo $(ARGS)
@@ -31,6 +31,15 @@ head: $(READY)
 
 gate: $(READY)
 	@$(BIN)/python benchmarks/gate.py $(ARGS)
+
+families: $(READY)
+	@$(BIN)/python -m benchmarks.families $(ARGS)
+
+families-test: $(READY)
+	@$(BIN)/python -m pytest -m families
+
+experts: $(READY)
+	@$(BIN)/python -m benchmarks.experts $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

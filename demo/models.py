@@ -31,7 +31,14 @@ import tokenizers
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from demo import ledger
 from engine.optimizer import Muon
@@ -68,6 +75,15 @@ class Shape:
     ffn: int
     layers: int
     init_std: float
+
+
+@dataclass(frozen=True)
+class SparseShape(Shape):
+    """The size of a Qwen3 mixture of experts; `ffn` is that of one expert."""
+
+    experts: int
+    active: int
+    """Experts that a token goes through."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +263,7 @@ def _make_student_and_baseline(files: DemoFiles, recipe: Recipe, progress: Progr
     tokenizer = ledger.make_tokenizer()
     name = f"student {recipe.seed}"
     if files.student.exists():
-        model = Qwen3ForCausalLM.from_pretrained(files.student)
+        model = AutoModelForCausalLM.from_pretrained(files.student)
     else:
         model = _new_model(recipe.student, tokenizer, recipe.seed)
         lessons = recipe.student_lessons
@@ -258,29 +274,37 @@ def _make_student_and_baseline(files: DemoFiles, recipe: Recipe, progress: Progr
     _write_whole(files.baseline, lambda path: _save(path, model, tokenizer))
 
 
-def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=shape.hidden,
-            intermediate_size=shape.ffn,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=POSITIONS,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-            tie_word_embeddings=True,
-            initializer_range=shape.init_std,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            dtype="float32",
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "tie_word_embeddings": True,
+        "initializer_range": shape.init_std,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    config = Qwen3Config(**sizes)
+    if isinstance(shape, SparseShape):
+        config = Qwen3MoeConfig(
+            **sizes,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.active,
+            moe_intermediate_size=shape.ffn,
+            norm_topk_prob=True,
         )
-    )
+    return AutoModelForCausalLM.from_config(config)
 
 
-def _save(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def _save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -294,14 +318,14 @@ def _save(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFas
 
 
 def _train(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     lessons: Lessons,
     name: str,
     progress: Callable[[float], None],
 ) -> None:
     """Supervised fine-tuning on the responses, every token of a batch weighing the same."""
-    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim >= 2]
     others = [weight for weight in model.parameters() if weight.ndim == 1]
     others.append(model.model.embed_tokens.weight)
     optimizers = [
@@ -366,7 +390,7 @@ def _length(example: Example) -> int:
     return len(prompt) + len(response)
 
 
-def _loss(model: Qwen3ForCausalLM, batch: list[Example], pad: int) -> Tensor:
+def _loss(model: PreTrainedModel, batch: list[Example], pad: int) -> Tensor:
     """Cross-entropy in nats, averaged over the response tokens.
 
     Padding is on the right, after all that is learnt from, so causal attention needs no mask.

@@ -90,6 +90,9 @@ class RolloutActor:
     ) -> tuple[pa.RecordBatch, RolloutReport]:
         return self._worker.advance(prompts, weights)
 
+    def rehearse(self, weights: Weights) -> None:
+        self._worker.rehearse(weights)
+
     @ray.method(num_returns=2)
     def generate(
         self, prompts: pa.RecordBatch, weights: Weights | None
@@ -185,6 +188,10 @@ class Rollouts:
     ) -> tuple[Any, RolloutReport]:
         batch, report = self.actor.advance.remote(prompts, weights)
         return batch, await report
+
+    async def rehearse(self, weights: Any) -> None:
+        """Sees that the worker samples as the learner does, before the run."""
+        await self.actor.rehearse.remote(weights)
 
     async def generate(self, prompts: pa.RecordBatch, weights: Any) -> tuple[Any, RolloutReport]:
         batch, report = self.actor.generate.remote(prompts, weights)
@@ -324,6 +331,8 @@ class Cluster:
         if isinstance(config.estimator.cache, TeacherHidden):
             head = self.teachers[0].actor.head.remote()
             await self.learner.actor.imitate.remote(inputs.teacher, head)
+        weights = await self.weights()
+        await asyncio.gather(*(worker.rehearse(weights) for worker in self.rollouts))
 
     def _actors(self) -> list[tuple[str, Any]]:
         rollouts = [(worker.name, worker.actor) for worker in self.rollouts]

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine import canary
 from engine.batch import MicroBatch, StepBatch, merge
 from engine.config import M2PO, Decoupled, Dense, Estimator, ReverseKL, RunConfig, Stabiliser
 from engine.estimators import Loss, loss_of, m2po_bound, possible_ids, proximal_logprobs
@@ -167,11 +168,14 @@ class LearnerWorker:
 
     def _publish(self) -> None:
         """Begins to pack the present weights."""
-        self._packed = self._packer.submit(self._pack, self.version)
+        rollout = self._config.rollout
+        length = min(canary.LENGTH, rollout.max_new_tokens)
+        check = self._student.canary(rollout.temperature, length, self._dtype)
+        self._packed = self._packer.submit(self._pack, self.version, check)
 
-    def _pack(self, version: int) -> tuple[Weights, float]:
+    def _pack(self, version: int, check: canary.Canary) -> tuple[Weights, float]:
         start = time.perf_counter()
-        weights = publish(self._student.tensors().items(), version, self._dtype)
+        weights = publish(self._student.tensors().items(), version, self._dtype, check)
         return weights, time.perf_counter() - start
 
     @torch.inference_mode()

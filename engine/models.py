@@ -6,12 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.backends.hf import HFSampler
 from engine.batch import Sequences
+from engine.canary import TOLERANCE, Canary
 from engine.config import ConfigError
 from engine.head import Head, TeacherHead, log_softmax
 from engine.names import in_folder
@@ -20,6 +22,8 @@ from engine.weights import Weights, publish
 # Weights as safetensors only: a pickle from a model's folder would run its author's code.
 FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
+# Layers that keep keys and values, and nothing else.
+ATTENTION = {"full_attention", "sliding_attention"}
 # A head computed apart from its model may differ from the model's own logits by rounding only.
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
@@ -62,6 +66,33 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: the model's config.json can't be used: {error}") from None
     return config.get_text_config(decoder=True)
+
+
+def check_family(folder: Path, trust_remote_code: bool = False) -> None:
+    """Raises ConfigError with the reason if models of this family can't be used. Reads no weights.
+
+    Keys and values must be all that is kept of a text: samplers put them together from requests of
+    different lengths, and go on with them after a swap of weights."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if config.is_encoder_decoder:
+        raise ConfigError(_refusal(folder, config, "they have an encoder"))
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError:
+        raise ConfigError(_refusal(folder, config, "they aren't causal language models")) from None
+    layers = config.get_text_config(decoder=True).to_dict().get("layer_types") or ()
+    others = sorted(set(layers) - ATTENTION) or ["recurrent"] * model._is_stateful
+    if others:
+        reason = f"their {' and '.join(others)} layers keep more of a text than keys and values"
+        raise ConfigError(_refusal(folder, config, reason))
+
+
+def _refusal(folder: Path, config: Any, reason: str) -> str:
+    return (
+        f"{folder}: models of the family {config.model_type} can't be used: {reason}; take one of "
+        "another family, README.md lists those that are tested"
+    )
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
@@ -128,6 +159,12 @@ def teacher_head(
     return TeacherHead(Head(projection, finish), vocabulary, temperature)
 
 
+def attention_of(config: Any) -> str | None:
+    """The attention to ask transformers for; None is its own choice. That one, torch's, leaves out
+    the soft cap of attention scores without a word."""
+    return "eager" if config.to_dict().get("attn_logit_softcapping") else None
+
+
 class Language:
     """A causal language model with its tokenizer, taken apart into body and head."""
 
@@ -146,6 +183,7 @@ class Language:
             dtype=weights_dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            attn_implementation=attention_of(load_config(folder, trust_remote_code)),
         ).to(device)
         config = self.model.config.get_text_config(decoder=True)
         self.vocabulary = min(len(self.tokenizer), config.vocab_size)
@@ -175,6 +213,17 @@ class Language:
         """The projection's weight and bias, in their type, for `teacher_head`."""
         projection = self.head.projection
         return publish(projection.named_parameters(), 0, projection.weight.dtype)
+
+    @torch.no_grad()
+    def canary(self, temperature: float, length: int, dtype: torch.dtype) -> Canary:
+        """What this model, computed in this type, says after a fixed prompt of so many tokens."""
+        ids = np.random.default_rng(0).integers(self.vocabulary, size=length)
+        inputs = torch.from_numpy(ids)[None].to(self.device)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            states = self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+            logprobs = self.logprobs(states[0, -1:], temperature)[0]
+        family = f"{self.model.config.model_type} ({type(self.model).__name__})"
+        return Canary(family, ids.tolist(), logprobs.cpu().numpy(), TOLERANCE[dtype])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a response, for the verifier; it is never encoded again."""

@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
                     shapes.setdefault(parameter.shape, []).append(parameter)
             for shape, parameters in shapes.items():
                 updates = orthogonalise(torch.stack([self._momentum(p) for p in parameters]))
-                lr = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+                lr = group["lr"] * math.sqrt(max(1.0, shape[-2] / shape[-1]))
                 for parameter, update in zip(parameters, updates, strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.add_(update, alpha=-lr)
@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """[b, rows, columns] → the same with all singular values near 1, by five steps of
+    """[..., rows, columns] → the same with all singular values near 1, by five steps of
     Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
@@ -133,9 +133,9 @@ class Optimizer:
 
 
 def _hidden_matrices(model: Any) -> set[Tensor]:
-    """Matrices of the hidden layers: neither embeddings nor the head."""
+    """Matrices of the hidden layers, experts' in stacks: neither embeddings nor the head."""
     outer = {
         id(module.weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
     }
-    return {p for p in model.parameters() if p.ndim == 2 and id(p) not in outer}
+    return {p for p in model.parameters() if p.ndim >= 2 and id(p) not in outer}

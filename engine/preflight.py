@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.config import ConfigError, RunConfig, StudentTopK, TeacherTopK, TopKTail
-from engine.models import load_config, load_tokenizer, resolve, stop_ids
+from engine.models import check_family, load_config, load_tokenizer, resolve, stop_ids
 from engine.prompts import Prompt, read_prompts, read_sources
 
 # Texts on which two tokenizers of one family tend to part: spaces, digits, code, scripts, emoji,
@@ -159,6 +159,7 @@ def fits(name: str, folder: Path, tokenizer: Any, config: RunConfig, inputs: Inp
     tokenizer has are padding, and pass."""
     trusted = config.student if name == "student" else config.teacher
     model = load_config(folder, trusted.trust_remote_code)
+    check_family(folder, trusted.trust_remote_code)
     if len(tokenizer) > model.vocab_size:
         raise ConfigError(
             f"{name} {folder}: the tokenizer has {len(tokenizer)} ids, the model only "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.backends import Decoded, Request, Sampler
+from engine.canary import Canary
 from engine.config import Cache, chosen_by_teacher
 from engine.schema import (
     PROMPT,
@@ -36,6 +37,8 @@ from engine.weights import Weights
 
 # Longer slices delay fresh weights and finished responses; shorter ones cost calls.
 SLICE_SECONDS = 0.1
+# The canary's ticket; those of prompts are positive, of evaluations a little below 0.
+CANARY = -(2**62)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class RolloutWorker:
         self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._traces: dict[int, _Trace] = {}
+        self._canary: Canary | None = None  # to be compared before anything is given away
 
     def advance(
         self, prompts: pa.RecordBatch | None, weights: Weights | None = None
@@ -99,14 +103,15 @@ class RolloutWorker:
         start = time.perf_counter()
         sync = 0.0
         if weights is not None and weights.version != self.version:
-            self._sampler.load(weights, self._reprefill)
-            self.version = weights.version
+            self._take(weights)
             sync = time.perf_counter() - start
         for row in prompts.to_pylist() if prompts is not None else ():
             self._start(row)
         sampled, finished = 0, []
-        while self._sampler.running and time.perf_counter() - start < SLICE_SECONDS:
-            decoded = self._sampler.step()
+        while self._canary or (
+            self._sampler.running and time.perf_counter() - start < SLICE_SECONDS
+        ):
+            decoded = self._step()
             sampled += len(decoded.tickets)
             finished += self._record(decoded)
         batch = self._finish(finished)
@@ -147,6 +152,38 @@ class RolloutWorker:
             nbytes=merged.nbytes,
         )
         return merged, total
+
+    def rehearse(self, weights: Weights) -> None:
+        """Before a run: compares the sampler with the learner as it was loaded, and again after a
+        swap to the weights given, which are the same. Raises WrongSamplerError or
+        WeightsMismatchError."""
+        self._release(weights.canary)
+        while self._canary:
+            self._step()
+        self._take(weights)
+        while self._canary:
+            self._step()
+
+    def _take(self, weights: Weights) -> None:
+        """Loads weights, which are this worker's version from here on."""
+        self._sampler.load(weights, self._reprefill)
+        self.version = weights.version
+        self._release(weights.canary)
+
+    def _release(self, canary: Canary | None) -> None:
+        """Has the sampler say what comes after the canary's prompt, with its next step."""
+        if canary:
+            self._sampler.add(Request(CANARY, canary.prompt_ids, 1, 0, greedy=True, urgent=True))
+        self._canary = canary
+
+    def _step(self) -> Decoded:
+        """One decoding step, in which the canary is compared if it was part of it."""
+        decoded = self._sampler.step()
+        if self._canary and CANARY in decoded.tickets:
+            logprobs, decoded = decoded.without(CANARY)
+            self._canary.compare(logprobs, self.version)
+            self._canary = None
+        return decoded
 
     def _start(self, row: dict[str, Any]) -> None:
         ticket = row["ticket"]

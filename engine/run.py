@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from engine.batch import split
 from engine.buffer import Row
 from engine.cache import TeacherCache, key
+from engine.canary import WrongSamplerError
 from engine.checkpoint import Checkpoints, Position
 from engine.cluster import Cluster
 from engine.config import Dense, RunConfig, Sampled
@@ -22,6 +23,7 @@ from engine.evaluation import HELD_OUT, Outcomes
 from engine.health import Guard, Symptom
 from engine.loop import Loop, StepRecord
 from engine.models import digest
+from engine.names import WeightsMismatchError
 from engine.preflight import Inputs
 from engine.prompts import Prompt, PromptStream, to_batch
 from engine.schema import RolloutMeta, row_lengths
@@ -64,6 +66,7 @@ class Run:
         self.history: list[StepRecord] = []
         self._cluster = Cluster(config, inputs, all_cores)
         self._checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self._fatal: BaseExceptionGroup | None = None
         self.loop: Loop
         self.listeners: list[Callable[[StepRecord], None]] = []
         """Called with each step's record: trackers and terminals."""
@@ -158,7 +161,11 @@ class Run:
 
     async def generate(self, until: int) -> None:
         """Generation and scoring of a segment."""
-        await self.loop.generate(until)
+        try:
+            await self.loop.generate(until)
+        except* (WrongSamplerError, WeightsMismatchError) as group:
+            self._fatal = group
+            raise
 
     async def train(self, until: int) -> None:
         """Training of a segment."""
@@ -172,7 +179,10 @@ class Run:
         return self._checkpoints.commit(draft, self.loop.position())
 
     async def recover(self) -> int:
-        """After a failure: new workers, at the last checkpoint. Returns its version."""
+        """After a failure: new workers, at the last checkpoint. Returns its version. Raises
+        what new workers wouldn't heal."""
+        if self._fatal:
+            raise self._fatal
         await self._cluster.restart()
         folder, position = self._checkpoints.latest()
         learner = self._cluster.learner

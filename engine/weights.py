@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.names import fill
+from engine.canary import Canary
+from engine.names import WeightsMismatchError, fill
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,21 @@ class Weights:
     entries: tuple[Entry, ...]
     buffers: dict[torch.dtype, np.ndarray]
     """Raw bytes for each type."""
+    canary: Canary | None = None
+    """What a sampler must say under them."""
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def check_type(self, dtype: torch.dtype) -> None:
+        """Raises WeightsMismatchError if a floating-point tensor is of another type than this."""
+        others = [e.name for e in self.entries if e.dtype.is_floating_point and e.dtype != dtype]
+        if others:
+            raise WeightsMismatchError(
+                f"weights of version {self.version} should be {dtype}, but {len(others)} tensors "
+                f"are not: {', '.join(others[:4])}"
+            )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view) of each tensor. The views are read-only: copy from them, never write."""
@@ -53,7 +65,12 @@ class Weights:
             yield entry.name, raw.view(entry.dtype).view(entry.shape)
 
 
-def publish(named: Iterable[tuple[str, Tensor]], version: int, dtype: torch.dtype) -> Weights:
+def publish(
+    named: Iterable[tuple[str, Tensor]],
+    version: int,
+    dtype: torch.dtype,
+    canary: Canary | None = None,
+) -> Weights:
     """Packs tensors; floating-point ones are converted to `dtype`."""
     entries: list[Entry] = []
     parts: dict[torch.dtype, list[Tensor]] = {}
@@ -66,9 +83,10 @@ def publish(named: Iterable[tuple[str, Tensor]], version: int, dtype: torch.dtyp
         parts.setdefault(kind, []).append(raw)
         sizes[kind] = start + raw.numel()
     buffers = {kind: torch.cat(raws).numpy() for kind, raws in parts.items()}
-    return Weights(version, tuple(entries), buffers)
+    return Weights(version, tuple(entries), buffers, canary)
 
 
 def load_into(model: Any, weights: Weights) -> None:
-    """Copies published weights into a transformers model of the same architecture."""
+    """Copies published weights into a transformers model of the same architecture and type."""
+    weights.check_type(model.dtype)
     fill(model, dict(weights.tensors()))

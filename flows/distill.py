@@ -190,6 +190,7 @@ def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dic
         "masked_tokens": sum(r.metrics["staleness/masked_tokens"] for r in run.history),
         "symptoms": [asdict(symptom) for symptom in run.symptoms],
         "ratio_deviation": run.history[0].metrics["policy/ratio_deviation"],
+        "worst_ratio_deviation": max(r.metrics["policy/ratio_deviation"] for r in run.history),
         "busy": {
             role: sum(r.metrics[f"busy/{role}"] for r in run.history) / len(run.history)
             for role in ("rollout", "teacher", "learner")

@@ -25,6 +25,8 @@ class Request:
     """Seeds this response alone, where the backend can, so that it doesn't depend on the company it
     is sampled in."""
     greedy: bool = False
+    urgent: bool = False
+    """Starts with the next step, whether or not there is a free slot."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,18 @@ class Decoded:
     """[r, V] float32: log-softmax of the logits over temperature, over the tokenizer's ids only."""
     finished: dict[int, str]
     """Finish reason, `stop` or `length`, of the responses that ended with this token."""
+
+    def without(self, ticket: int) -> tuple[Tensor, "Decoded"]:
+        """[V] the log-probabilities of one response that ended, and the step without it."""
+        row = self.tickets.index(ticket)
+        others = [index for index in range(len(self.tickets)) if index != row]
+        rest = Decoded(
+            [self.tickets[index] for index in others],
+            self.token_ids[others],
+            self.logprobs[others],
+            {other: reason for other, reason in self.finished.items() if other != ticket},
+        )
+        return self.logprobs[row], rest
 
 
 class Sampler(Protocol):

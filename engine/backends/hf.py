@@ -53,7 +53,7 @@ class HFSampler:
         return len(self._queue) + len(self._rows)
 
     def add(self, request: Request) -> None:
-        self._queue.append(request)
+        self._queue.insert(0 if request.urgent else len(self._queue), request)
 
     @torch.inference_mode()
     def load(self, weights: Weights, reprefill: bool = False) -> None:
@@ -65,7 +65,8 @@ class HFSampler:
 
     @torch.inference_mode()
     def step(self) -> Decoded:
-        free = self.slots - len(self._rows)
+        urgent = sum(request.urgent for request in self._queue)
+        free = max(self.slots - len(self._rows), urgent)
         joining, self._queue = self._queue[:free], self._queue[free:]
         if joining:
             rows = [_Row(request, _uniforms(request)) for request in joining]

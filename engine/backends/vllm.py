@@ -5,18 +5,33 @@ flight. A logits processor, vLLM's supported extension point, sees the logits of
 request before its token is drawn.
 """
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm import EngineArgs, SamplingParams
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 from engine.backends import Decoded, Request
+from engine.names import WeightsMismatchError
 from engine.weights import Weights
 
 
@@ -47,7 +62,7 @@ class VLLMSampler:
             async_scheduling=False,  # a step's tokens come back with the step that drew them
             seed=seed,
             max_model_len=max_length,
-            max_num_seqs=slots,
+            max_num_seqs=slots + 1,  # one for an urgent request
             kv_cache_memory_bytes=int(memory_gib * 2**30),
             logits_processors=[Recorder],
             disable_log_stats=True,
@@ -57,12 +72,21 @@ class VLLMSampler:
         self._recorder.prepare(vocabulary, temperature)
         self._stop_ids = list(stop_ids)
         self._temperature = temperature
+        self._dtype = dtype
+        self._slots = slots
+        self._queue: deque[Request] = deque()
 
     @property
     def running(self) -> int:
-        return self._engine.get_num_unfinished_requests()
+        return len(self._queue) + self._engine.get_num_unfinished_requests()
 
     def add(self, request: Request) -> None:
+        if request.urgent:
+            self._start(request)
+        else:
+            self._queue.append(request)
+
+    def _start(self, request: Request) -> None:
         parameters = SamplingParams(
             temperature=0.0 if request.greedy else self._temperature,
             top_p=1.0,  # explicit: the model's own generation defaults must not apply
@@ -80,6 +104,8 @@ class VLLMSampler:
         self._engine.add_request(str(request.ticket), prompt, parameters)
 
     def step(self) -> Decoded:
+        while self._queue and self._engine.get_num_unfinished_requests() < self._slots:
+            self._start(self._queue.popleft())
         tickets, ids, finished = [], [], {}
         for output in self._engine.step():
             completion = output.outputs[0]
@@ -97,13 +123,86 @@ class VLLMSampler:
         )
 
     def load(self, weights: Weights, reprefill: bool = False) -> None:
-        # `reload_weights` repacks for the CPU kernels, which loading into the module doesn't.
-        self._engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": weights.tensors()}
-        )
+        weights.check_type(self._dtype)
+        self._engine.collective_rpc(_exchange, args=(weights,))
         self._engine.apply_model(_repack_head)
         if reprefill:  # preempted, they are prefilled when they come back, with all their tokens
             self._engine.reset_prefix_cache(reset_running_requests=True)
+
+
+def _exchange(worker: Any, weights: Weights) -> None:
+    """Replaces a worker's weights, as its `reload_weights` does, and sees to it that all were.
+
+    Loaders pass over names that they don't know and leave what nobody gives them, so it is counted
+    what of the published tensors was read, and which of the model's parameters were written."""
+    model, config = worker.get_model(), worker.vllm_config
+    tensors = dict(weights.tensors())
+    gaps = {name for name, _ in model.named_parameters()}
+    _forget_experts(model)
+    with set_current_vllm_config(config), _Reads(tensors) as reads:
+        initialize_layerwise_reload(model)
+        written = model.load_weights(tensors.items())
+        gaps -= written or set()
+        gaps |= {name for name, layer in model.named_modules() if _in_part(layer)}
+        _refuse(weights.version, "the worker got nothing, or a part, for", gaps)
+        finalize_layerwise_reload(model, config.model_config)
+    _refuse(weights.version, "the worker didn't take", reads.left())
+
+
+def _forget_experts(model: torch.nn.Module) -> None:
+    """Experts are packed for a CPU's kernels only where there is no kernel yet: a second load would
+    put new weights, unpacked, where the kernel expects packed ones."""
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts) and layer.w13_weight.device.type == "cpu":
+            layer.quant_method.moe_kernel = None
+
+
+def _in_part(layer: torch.nn.Module) -> bool:
+    """Whether a layer has got some of its parameters only."""
+    info = get_layerwise_info(layer)
+    # An embedding is loaded as one tensor, without the rows that fill it up.
+    whole = isinstance(layer, VocabParallelEmbedding) or info.load_numel_total is None
+    return not whole and 0 < info.load_numel < info.load_numel_total
+
+
+def _refuse(version: int, what: str, names: set[str]) -> None:
+    if names:
+        some = ", ".join(sorted(names)[:4])
+        raise WeightsMismatchError(
+            f"weights of version {version} don't fit vLLM's model: {what} {len(names)} tensors, as "
+            f"{some}; try rollout.backend=hf, and report this model"
+        )
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the elements of each tensor that are read into another with memory of its own."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        placed = sorted((t.data_ptr(), t.nbytes, t.numel(), name) for name, t in tensors.items())
+        self._starts = [start for start, *_ in placed]
+        self._ends = [start + size for start, size, *_ in placed]
+        self._names = [name for *_, name in placed]
+        self._left = [count for _, _, count, _ in placed]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if not func.is_view and not (isinstance(result, Tensor) and result.is_meta):
+            for value in tree_leaves(args):
+                if isinstance(value, Tensor) and not value.is_meta:
+                    self._count(value)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        place = bisect_right(self._starts, tensor.data_ptr()) - 1
+        if place >= 0 and tensor.data_ptr() < self._ends[place]:
+            self._left[place] -= tensor.numel()
+
+    def left(self) -> set[str]:
+        """Names of the tensors that were not read as a whole."""
+        return {name for name, left in zip(self._names, self._left, strict=True) if left > 0}
 
 
 def _repack_head(model: torch.nn.Module) -> None:

@@ -211,3 +211,15 @@ def test_weights_loaded_in_flight_meet_the_old_keys_and_values(tiny_student, tin
     # And the test can tell: with the new model's own keys and values the others differ.
     anew = fresh(new.model, new.vocabulary, 0.7)(driven.requests[0], driven.responses[0])
     assert (driven.responses[0].logprobs - anew)[7:].abs().max() > 1e-2
+
+
+def test_an_urgent_request_starts_at_once_though_all_slots_are_taken(student):
+    driven = Driven(HFSampler(student.model, student.vocabulary, [], 1.0, slots=2))
+    driven.add(*(request(ticket, 5, 9) for ticket in range(3)))
+    driven.step(2)
+    driven.add(Request(9, random_ids(7, 9, 50), 1, 0, greedy=True, urgent=True))
+    driven.step()
+    assert driven.steps[-1] == [9]
+    driven.drain()
+    assert max(len(tickets) for tickets in driven.steps) == 2
+    assert worst_difference(driven, fresh(student.model, student.vocabulary)) < 1e-4

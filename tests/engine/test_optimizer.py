@@ -118,6 +118,18 @@ def test_a_real_models_embedding_and_norms_are_left_to_adamw(tiny_student):
         assert moved == (name.endswith("_proj.weight")), name
 
 
+def test_each_expert_of_a_stack_is_orthogonalised_by_itself():
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.nn.Parameter(torch.zeros(3, 6, 4))
+    single = [torch.nn.Parameter(torch.zeros(6, 4)) for _ in range(3)]
+    stack.grad = torch.randn(3, 6, 4, generator=generator)
+    for one, gradient in zip(single, stack.grad, strict=True):
+        one.grad = gradient.clone()
+    Muon([stack], 0.1).step()
+    Muon(single, 0.1).step()
+    torch.testing.assert_close(stack.detach(), torch.stack([one.detach() for one in single]))
+
+
 # AdamW
 
 

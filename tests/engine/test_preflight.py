@@ -289,3 +289,10 @@ def test_an_address_without_a_valid_port_is_refused_and_its_password_kept(uri):
 @pytest.mark.parametrize("uri", ["", "sqlite:///x.db", "databricks", "/a/folder", "file:///a"])
 def test_addresses_of_no_server_pass(uri):
     check_address("tracking.uri", uri)
+
+
+def test_a_family_that_cannot_work_is_named_with_the_reason(config, copied, tiny_student):
+    folder = copied(tiny_student)
+    edit(folder / "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"])
+    message = refused(config(student={"model": str(folder)}))
+    assert "models of the family t5 can't be used: they have an encoder" in message

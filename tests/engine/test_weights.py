@@ -113,12 +113,12 @@ def test_loading_copies_and_leaves_the_published_weights_alone():
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights.tensors())
 
 
-def test_bfloat16_weights_load_into_a_float32_model():
-    trained, worker = model(1), model(2)
-    load_into(worker, published(trained, torch.bfloat16))
-    for one, other in zip(trained.parameters(), worker.parameters(), strict=True):
-        assert other.dtype == torch.float32
-        assert torch.equal(one.to(torch.bfloat16).float(), other)
+def test_weights_of_another_type_are_refused_and_nothing_is_copied():
+    worker = model(2)
+    before = [parameter.clone() for parameter in worker.parameters()]
+    with pytest.raises(WeightsMismatchError, match=r"should be torch\.float32, but .* are not"):
+        load_into(worker, published(model(1), torch.bfloat16))
+    assert all(map(torch.equal, worker.parameters(), before))
 
 
 def test_tied_weights_are_sent_once_and_stay_tied():
