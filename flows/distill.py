@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
@@ -26,6 +27,7 @@ from prefect.runtime import flow_run
 
 from engine import preflight
 from engine.config import RunConfig
+from engine.energy import Energy
 from engine.evaluation import HELD_OUT, Figures
 from engine.run import Run
 from flows.terminal import Terminal
@@ -89,6 +91,8 @@ async def _stages(
         teacher, outcomes = await asyncio.gather(teacher_cache(run), evaluate(run))
     before = outcomes[HELD_OUT].figures
     tracker.evaluation(before, 0)
+    energy = Energy()
+    run.listeners.append(lambda record: energy.read())
     with watch.stage("distil"), terminal.steps():
         for until in _segment_ends(config):
             await segment.with_options(retries=config.checkpoint.retries)(run, until)
@@ -99,6 +103,7 @@ async def _stages(
         version = await register(run, tracker, run.student_folder, before, after)
     await acreate_markdown_artifact(_table(before, after), key="result")
     return _figures(run, watch, before, after) | {
+        "joules_per_million_tokens": energy.joules and 1e6 * energy.joules / _trained(run),
         "teacher": asdict(teacher),
         "model_version": version,
         "model_name": config.tracking.model_name,
@@ -113,7 +118,7 @@ def _segment_ends(config: RunConfig) -> list[int]:
 
 
 def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dict[str, Any]:
-    trained = sum(record.metrics["train/tokens"] for record in run.history)
+    trained = _trained(run)
     watch.seconds["total"] = sum(watch.seconds.values())
     return {
         "before": asdict(before),
@@ -128,6 +133,12 @@ def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dic
         / trained,
         "masked_tokens": sum(r.metrics["staleness/masked_tokens"] for r in run.history),
         "symptoms": [asdict(symptom) for symptom in run.symptoms],
+        "settled_depth": median(
+            r.metrics["queue/depth"] for r in run.history[len(run.history) // 2 :]
+        ),
+        "cpu_seconds_per_million_tokens": 1e6
+        * sum(r.metrics["cost/cpu_seconds"] for r in run.history)
+        / trained,
         "ratio_deviation": run.history[0].metrics["policy/ratio_deviation"],
         "busy": {
             role: sum(r.metrics[f"busy/{role}"] for r in run.history) / len(run.history)
@@ -137,6 +148,11 @@ def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dic
         "run_directory": str(run.folder.absolute()),
         "student": str(run.student_folder.absolute()),
     }
+
+
+def _trained(run: Run) -> float:
+    """Tokens."""
+    return sum(record.metrics["train/tokens"] for record in run.history)
 
 
 def _table(before: Figures, after: Figures) -> str:

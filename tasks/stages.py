@@ -55,7 +55,7 @@ async def register(
     run: Run, tracker: Tracker, folder: Path, before: Figures, after: Figures
 ) -> str:
     """The checkpoint as a registered model version with alias `candidate`."""
-    await asyncio.to_thread(tracker.plots, run.history, before, after)
+    await asyncio.to_thread(tracker.plots, run.history, run.loop.trace.spans, before, after)
     return await asyncio.to_thread(tracker.register, folder, before, after)
 
 
