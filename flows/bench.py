@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import RunConfig, parse
+from engine.config import ConfigError, RunConfig, parse
 from engine.evaluation import HELD_OUT, Figures
 from engine.loop import Loop, StepRecord
 from engine.preflight import Inputs
@@ -142,6 +142,7 @@ DECODE_SECONDS, RESPONSE_SECONDS = 0.02, 0.0003
 TOKENS_PER_SECOND = 5500
 LATENCY = 0.5  # of a teacher's answer
 SWAP_SECONDS, PUBLISH_SECONDS = 0.05, 0.2
+SLICE_SECONDS = 0.25  # between which weights and prompts are taken in
 
 
 def _emulated(arm: str, seed: int) -> Outcome:
@@ -167,6 +168,7 @@ def _emulated(arm: str, seed: int) -> Outcome:
             lambda ticket: int(np.clip(lengths[ticket], 1, MAX_LENGTH)),
             lambda running: DECODE_SECONDS + RESPONSE_SECONDS * running,
             SWAP_SECONDS,
+            SLICE_SECONDS,
         )
         for index in range(config.rollout.workers)
     ]
@@ -192,7 +194,12 @@ def _emulated(arm: str, seed: int) -> Outcome:
 def real(
     config: RunConfig, inputs: Inputs, seeds: int, shared: bool, console: Console
 ) -> list[Outcome]:
-    """The tiers `pools` and `shared`."""
+    """The tiers `pools` and `shared`. Raises ConfigError if too few steps lie between the edges."""
+    if config.training.steps <= 2 * EDGE:
+        raise ConfigError(
+            f"bench: `training.steps` is to be more than {2 * EDGE}: the first and the last {EDGE} "
+            "are not measured"
+        )
     groups = [([SYNC], True), ([STEP_OFF, ASYNC], False)] if shared else [(list(ARMS), False)]
     outcomes = []
     for arms, all_cores in groups:
