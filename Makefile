@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test study calm estimators draws head gate serve lint format docs clean
+.PHONY: demo test study bench calm estimators draws head gate transport rival serve lint format docs clean
 
 demo: $(READY)
 	@$(BIN)/opdflow demo $(ARGS)
@@ -16,6 +16,9 @@ test: lint
 
 study: $(READY)
 	@$(BIN)/opdflow study $(ARGS)
+
+bench: $(READY)
+	@for tier in remote pools shared; do $(BIN)/opdflow bench --tier $$tier $(ARGS) || exit 1; done
 
 calm: $(READY)
 	@$(BIN)/python benchmarks/calm.py $(ARGS)
@@ -31,6 +34,14 @@ head: $(READY)
 
 gate: $(READY)
 	@$(BIN)/python benchmarks/gate.py $(ARGS)
+
+transport: $(READY)
+	@$(BIN)/python benchmarks/transport.py $(ARGS)
+
+# TRL and what it needs beyond ours, in a folder that only its own process sees.
+rival: $(READY)
+	@test -d .opdflow/rival/trl || $(BIN)/python -m pip install --quiet --no-deps --target .opdflow/rival trl datasets xxhash multiprocess dill pyyaml accelerate
+	@$(BIN)/python benchmarks/rival.py $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .

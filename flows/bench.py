@@ -142,6 +142,7 @@ DECODE_SECONDS, RESPONSE_SECONDS = 0.02, 0.0003
 TOKENS_PER_SECOND = 5500
 LATENCY = 0.5  # of a teacher's answer
 SWAP_SECONDS, PUBLISH_SECONDS = 0.05, 0.2
+SLICE_SECONDS = 0.25  # between which weights and prompts are taken in
 
 
 def _emulated(arm: str, seed: int) -> Outcome:
@@ -167,6 +168,7 @@ def _emulated(arm: str, seed: int) -> Outcome:
             lambda ticket: int(np.clip(lengths[ticket], 1, MAX_LENGTH)),
             lambda running: DECODE_SECONDS + RESPONSE_SECONDS * running,
             SWAP_SECONDS,
+            SLICE_SECONDS,
         )
         for index in range(config.rollout.workers)
     ]

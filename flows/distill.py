@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from prefect import Flow, flow
@@ -20,6 +21,7 @@ from prefect.runtime import flow_run
 
 from engine import preflight
 from engine.config import RunConfig
+from engine.energy import Energy
 from engine.evaluation import HELD_OUT, Figures, Outcomes
 from engine.nights import digest_of
 from engine.preflight import Inputs
@@ -60,6 +62,8 @@ class Outcome:
     before: dict[str, Outcomes]
     """By evaluation set, of the student that it started from; with the same seeds as after."""
     after: dict[str, Outcomes]
+    joules: float | None
+    """Of training; None where the machine doesn't say."""
 
     @property
     def figures(self) -> tuple[Figures, Figures]:
@@ -134,6 +138,8 @@ async def distilled(distillation: Distillation) -> Outcome:
         teacher, before = await asyncio.gather(teacher_cache(run), evaluate(run))
     tracker.evaluation(before[HELD_OUT].figures, 0)
     segment, first = segment_of(run), 1
+    energy = Energy()
+    run.listeners.append(lambda record: energy.read())
     with watch.stage("distil"), terminal.steps():
         for last in _segment_ends(config):
             await segment.with_options(retries=config.checkpoint.retries)(first, last)
@@ -141,7 +147,7 @@ async def distilled(distillation: Distillation) -> Outcome:
     with watch.stage("evaluate after"), terminal.stage("evaluation after"):
         after = await evaluate(run)
     tracker.evaluation(after[HELD_OUT].figures, run.steps)
-    return Outcome(teacher, before, after)
+    return Outcome(teacher, before, after, energy.joules)
 
 
 async def registered(distillation: Distillation, outcome: Outcome, origin: dict[str, str]) -> str:
@@ -160,6 +166,7 @@ def figures_of(distillation: Distillation, outcome: Outcome, version: str) -> di
     """All that is worth keeping of a run, as plain data."""
     run, config = distillation.run, distillation.run.config
     return _figures(run, distillation.watch, *outcome.figures) | {
+        "joules_per_million_tokens": outcome.joules and 1e6 * outcome.joules / _trained(run),
         "teacher": asdict(outcome.teacher),
         "model_version": version,
         "model_name": config.tracking.model_name,
@@ -174,7 +181,7 @@ def _segment_ends(config: RunConfig) -> list[int]:
 
 
 def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dict[str, Any]:
-    trained = sum(record.metrics["train/tokens"] for record in run.history)
+    trained = _trained(run)
     watch.seconds["total"] = sum(watch.seconds.values())
     return {
         "before": asdict(before),
@@ -189,6 +196,12 @@ def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dic
         / trained,
         "masked_tokens": sum(r.metrics["staleness/masked_tokens"] for r in run.history),
         "symptoms": [asdict(symptom) for symptom in run.symptoms],
+        "settled_depth": median(
+            r.metrics["queue/depth"] for r in run.history[len(run.history) // 2 :]
+        ),
+        "cpu_seconds_per_million_tokens": 1e6
+        * sum(r.metrics["cost/cpu_seconds"] for r in run.history)
+        / trained,
         "ratio_deviation": run.history[0].metrics["policy/ratio_deviation"],
         "busy": {
             role: sum(r.metrics[f"busy/{role}"] for r in run.history) / len(run.history)
@@ -198,6 +211,11 @@ def _figures(run: Run, watch: Stopwatch, before: Figures, after: Figures) -> dic
         "run_directory": str(run.folder.absolute()),
         "student": str(run.student_folder.absolute()),
     }
+
+
+def _trained(run: Run) -> float:
+    """Tokens."""
+    return sum(record.metrics["train/tokens"] for record in run.history)
 
 
 def figure_table(before: Figures, after: Figures) -> str:

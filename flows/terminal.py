@@ -136,6 +136,13 @@ def summary(console: Console, figures: dict[str, Any], columns: dict[str, dict[s
         f"{figures['mean_age']:.2f}, max {figures['max_age']:.0f} steps",
         soft_wrap=True,
     )
+    cost = f"{figures['cpu_seconds_per_million_tokens']:.0f} processor seconds"
+    if (joules := figures["joules_per_million_tokens"]) is not None:
+        cost += f", {joules:.0f} J"
+    console.print(
+        f"{cost} per million tokens; {figures['settled_depth']:.0f} responses outstanding",
+        soft_wrap=True,
+    )
     version = f"{figures['model_name']} version {figures['model_version']}, alias candidate"
     console.print(f"registered   {version}")
     console.print(f"student      {figures['student']}", soft_wrap=True)

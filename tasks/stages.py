@@ -54,7 +54,7 @@ async def register(
     run: Run, tracker: Tracker, before: Figures, after: Figures, origin: dict[str, str]
 ) -> str:
     """The checkpoint as a registered model version with alias `candidate`."""
-    await asyncio.to_thread(tracker.plots, run.history, before, after)
+    await asyncio.to_thread(tracker.plots, run.history, run.loop.trace.spans, before, after)
     return await asyncio.to_thread(tracker.register, run.student_folder, before, after, origin)
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ from engine.config import ConfigError, RunConfig
 from engine.evaluation import Figures
 from engine.health import Symptom
 from engine.loop import StepRecord
+from engine.trace import BUSY, SYNCING, Span
 
 matplotlib.use("Agg")
 from matplotlib.figure import Figure
@@ -43,6 +45,7 @@ REPLACED = "replaced"
 # MLflow's limit on the length of a parameter's value.
 PARAMETER_LENGTH = 6000
 RETRY_SECONDS = 5.0
+TIMELINE_SECONDS = 60.0
 
 
 def tracking_uri(config: RunConfig) -> str:
@@ -205,12 +208,15 @@ class Tracker:
         metrics = [Metric(f"evaluation/{k}", v, now, step) for k, v in values.items()]
         self._client.log_batch(self.run_id, metrics=metrics)
 
-    def plots(self, history: list[StepRecord], before: Figures, after: Figures) -> None:
-        """Logs the learning curve and the histogram of ages."""
+    def plots(
+        self, history: list[StepRecord], spans: Iterable[Span], before: Figures, after: Figures
+    ) -> None:
+        """Logs the learning curve, the histogram of ages, and what each worker did at the end."""
         self._client.log_figure(
             self.run_id, _learning_curve(history, before, after), "learning_curve.png"
         )
         self._client.log_figure(self.run_id, _age_histogram(history), "staleness.png")
+        self._client.log_figure(self.run_id, timeline(list(spans)), "timeline.png")
 
     def report(self, text: str) -> None:
         """Keeps a Markdown report with the run."""
@@ -365,3 +371,32 @@ def _age_histogram(history: list[StepRecord]) -> Figure:
     axes.set_xlabel("age of a token when it was trained on (steps)")
     axes.set_ylabel("tokens")
     return figure
+
+
+def timeline(spans: list[Span]) -> Figure:
+    """What each worker did in the last minute: one row each, coloured by kind."""
+    end = max((span.end for span in spans), default=0.0)
+    shown = [span for span in spans if span.end > end - TIMELINE_SECONDS]
+    workers = sorted({span.worker for span in shown}, reverse=True)
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(workers)), layout="constrained")
+    axes = figure.subplots()
+    for kind, colour in _colours(shown).items():
+        for row, worker in enumerate(workers):
+            bars = [
+                (s.start - end, s.seconds) for s in shown if (s.worker, s.kind) == (worker, kind)
+            ]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
+        axes.bar(0, 0, color=colour, label=kind)
+    axes.set_yticks(range(len(workers)), workers)
+    axes.set_xlim(-TIMELINE_SECONDS, 0)
+    axes.set_xlabel("seconds before the end of training")
+    figure.legend(loc="outside upper center", ncols=8)
+    return figure
+
+
+def _colours(spans: list[Span]) -> dict[str, str]:
+    """Of each kind of span: strong where work is done, pale where somebody waits."""
+    waiting = sorted({span.kind for span in spans} - {*BUSY, *SYNCING})
+    kinds = [*BUSY, *SYNCING, *waiting]
+    colours = ["tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple"]
+    return dict(zip(kinds, [*colours, *["0.85"] * len(waiting)], strict=True))

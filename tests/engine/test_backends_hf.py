@@ -211,3 +211,21 @@ def test_weights_loaded_in_flight_meet_the_old_keys_and_values(tiny_student, tin
     # And the test can tell: with the new model's own keys and values the others differ.
     anew = fresh(new.model, new.vocabulary, 0.7)(driven.requests[0], driven.responses[0])
     assert (driven.responses[0].logprobs - anew)[7:].abs().max() > 1e-2
+
+
+def test_with_reprefill_responses_in_flight_go_on_as_the_new_models_own(tiny_student, tiny_teacher):
+    old, new = language(tiny_student), language(tiny_teacher)
+    sampled = language(tiny_student)
+    driven = Driven(HFSampler(sampled.model, old.vocabulary, [], 0.7, slots=3))
+    driven.add(request(0, 30, 40), request(1, 3, 40), request(2, 10, 40), request(3, 8, 20))
+    driven.step(7)
+    driven.sampler.load(publish(new.tensors().items(), 1, torch.float32), reprefill=True)
+    driven.step()
+    assert sorted(driven.steps[-1]) == [0, 1, 2]
+    driven.drain()
+    before, after = (fresh(model.model, model.vocabulary, 0.7) for model in (old, new))
+    for ticket in (0, 1, 2):
+        asked, response = driven.requests[ticket], driven.responses[ticket]
+        assert (response.logprobs - before(asked, response))[:7].abs().max() < 1e-4
+        assert (response.logprobs - after(asked, response))[7:].abs().max() < 1e-4
+    assert worst_difference(driven, after, [3]) < 1e-4

@@ -65,6 +65,7 @@ class Scenario:
 
     mixed: Record
     swapped: Record
+    reprefilled: Record
     back: Record
     batch: bytes
 
@@ -98,6 +99,7 @@ def play(student_folder: Path, teacher_folder: Path, result: Path) -> None:
     scenario = Scenario(
         mixed=_mixed(Driven(sampler)),
         swapped=_swapped(Driven(sampler), other),
+        reprefilled=_swapped(Driven(sampler), original, reprefill=True),
         back=_back(Driven(sampler), original),
         batch=_batch(sampler, student),
     )
@@ -120,13 +122,13 @@ def _mixed(driven: Driven) -> Record:
     return Record(driven.requests, driven.responses, driven.steps)
 
 
-def _swapped(driven: Driven, weights) -> Record:
+def _swapped(driven: Driven, weights, reprefill: bool = False) -> Record:
     """Three responses in flight and one that waits, when weights are loaded; one comes after."""
     driven.add(*(request(ticket, 5 + 6 * ticket, LONG) for ticket in range(10, 14)))
     driven.step(BEFORE_SWAP)
     emitted = {t: len(r.ids) for t, r in driven.responses.items() if r.ids and not r.reason}
     swap_step = len(driven.steps)
-    driven.sampler.load(weights)
+    driven.sampler.load(weights, reprefill)
     driven.add(request(14, 9, 20))
     driven.drain()
     return Record(driven.requests, driven.responses, driven.steps, emitted, swap_step)
@@ -255,6 +257,24 @@ def test_after_a_swap_the_new_weights_meet_the_old_keys_and_values(scenario, stu
         assert (record.responses[ticket].logprobs - expected).abs().max() < 1e-4
         # The test can tell: keys and values computed anew would give something else.
         assert difference(record, ticket, teacher, first=swap) > 1e-2
+
+
+def test_with_reprefill_responses_in_flight_go_on_as_the_new_models_own(scenario, student, teacher):
+    record = scenario.reprefilled  # back from the teacher's weights to the student's
+    assert len(record.emitted_before) >= 2
+    for ticket, swap in record.emitted_before.items():
+        response = record.responses[ticket]
+        assert len(response.ids) > swap
+        assert sum(ticket in tickets for tickets in record.steps) == len(response.ids)
+        expected = logprobs_of(
+            teacher.model,
+            record.requests[ticket].prompt_ids,
+            response.ids,
+            teacher.vocabulary,
+            TEMPERATURE,
+        )
+        assert (response.logprobs - expected)[:swap].abs().max() < 1e-4
+        assert difference(record, ticket, student, first=swap) < 1e-4
 
 
 def test_responses_that_begin_after_a_swap_are_the_new_models_own(scenario, teacher):

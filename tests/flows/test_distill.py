@@ -78,7 +78,8 @@ def test_a_run_ends_with_a_registered_candidate_that_loads_and_generates(run_fil
     losses = client.get_metric_history(figures["mlflow_run"], "train/loss")
     assert [point.step for point in losses] == [1, 2, 3, 4]
     plots = {item.path for item in client.list_artifacts(figures["mlflow_run"])}
-    assert plots >= {"learning_curve.png", "staleness.png"}
+    assert plots >= {"learning_curve.png", "staleness.png", "timeline.png"}
+    assert figures["cpu_seconds_per_million_tokens"] > 0 and figures["settled_depth"] > 0
 
     _generation_and_training_overlapped(run_file.parent / "runs" / "prefect" / "prefect.db")
 
