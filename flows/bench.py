@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import RunConfig, parse
+from engine.config import ConfigError, RunConfig, parse
 from engine.evaluation import HELD_OUT, Figures
 from engine.loop import Loop, StepRecord
 from engine.preflight import Inputs
@@ -194,7 +194,12 @@ def _emulated(arm: str, seed: int) -> Outcome:
 def real(
     config: RunConfig, inputs: Inputs, seeds: int, shared: bool, console: Console
 ) -> list[Outcome]:
-    """The tiers `pools` and `shared`."""
+    """The tiers `pools` and `shared`. Raises ConfigError if too few steps lie between the edges."""
+    if config.training.steps <= 2 * EDGE:
+        raise ConfigError(
+            f"bench: `training.steps` is to be more than {2 * EDGE}: the first and the last {EDGE} "
+            "are not measured"
+        )
     groups = [([SYNC], True), ([STEP_OFF, ASYNC], False)] if shared else [(list(ARMS), False)]
     outcomes = []
     for arms, all_cores in groups:

@@ -185,11 +185,14 @@ def _study(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench(options: argparse.Namespace) -> dict[str, Any]:
+    from engine.config import ConfigError
     from flows import bench
     from flows.demo import DIRECTORY
 
     console = _console()
     if options.tier == "remote":
+        if options.overrides:
+            raise ConfigError("the tier `remote` has scripted workers: it takes no key=value")
         outcomes = bench.remote(options.seeds)
     else:
         from engine import preflight

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import parse
+from engine.config import ConfigError, parse
 from engine.preflight import check
 from engine.trace import Span
 from flows import bench
@@ -42,6 +42,11 @@ def test_on_an_emulated_cluster_asynchrony_keeps_all_three_roles_busy(tmp_path: 
     assert plot.stat().st_size > 10_000
 
 
+def test_what_can_not_be_benchmarked_is_refused(tmp_path: Path, capsys):
+    assert main(["bench", "--tier", "remote", "training.steps=9"]) == 2
+    assert "takes no key=value" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_arms_start_over_with_the_same_student_on_the_same_workers(
     tmp_path: Path, tiny_student: Path, tiny_teacher: Path, shared: bool
@@ -62,6 +67,9 @@ def test_the_arms_start_over_with_the_same_student_on_the_same_workers(
         },
         "a test",
     )
+    few = parse(config.model_dump() | {"training": {"steps": 2 * bench.EDGE}}, "a test")
+    with pytest.raises(ConfigError, match=r"training\.steps"):
+        bench.real(few, check(config), 1, shared, _console())
     outcomes = bench.real(config, check(config), 1, shared, _console())
     assert [outcome.arm for outcome in outcomes] == list(bench.ARMS)
     for outcome in outcomes:
