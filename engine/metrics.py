@@ -68,7 +68,7 @@ CATALOGUE: dict[str, Metric] = {
         "nats/token",
         "estimated divergence from the teacher on the trained tokens, in the first pass",
         "training goes the wrong way: lower optimizer.lr or staleness.max",
-        healthy=(Range(high=2, steps=3, of=START), Range(high=2.5, steps=3, of=PAST)),
+        healthy=(Range(high=2, steps=3, of=START), Range(high=4, steps=5, of=PAST)),
     ),
     "train/accuracy": Metric(
         "fraction",
@@ -120,7 +120,7 @@ CATALOGUE: dict[str, Metric] = {
         "(sum r)^2 / (n sum r^2) of the ratios r of the emitted tokens",
         "the student has run far from what sampled: lower staleness.max or optimizer.lr",
         by_age=True,
-        healthy=(Range(low=0.25, steps=3),),
+        healthy=(Range(low=0.25, steps=7),),
     ),
     "policy/ratio_q05": Metric(
         "1", "5th percentile of p/p_old of the emitted tokens", "falls with age", by_age=True
