@@ -137,6 +137,8 @@ def environment(folder: Path, options: Options) -> dict[str, str]:
         "PREFECT_API_URL": options.api,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(folder / "prefect" / "ui"),
+        # On a busy machine SQLite's writers wait longer for each other than the default 10 s.
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "MLFLOW_TRACKING_URI": options.mlflow,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
