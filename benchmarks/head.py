@@ -1,7 +1,7 @@
 """Memory, time and gradients of the chunked language-model head, against two other ways.
 
-    make head                               # some minutes on two cores
-    make head ARGS="--positions 4096"       # a step of a small run, in four times as many
+    make head
+    make head ARGS="--positions 4096"       # four times the work
 
 One case is LM head, float32 log-softmax and loss, forward and backward, up to the gradients of
 hidden states and head weight. The loss is one of engine.estimators, with its statistics. It is
