@@ -113,7 +113,8 @@ def serve(config: RunConfig, options: Options, console: Console) -> None:
     """Runs until Ctrl-C or SIGTERM."""
     folder = Path(config.directory).absolute()
     servers = Servers(folder, environment(folder, options))
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background job ignores Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     try:
         with console.status("starting Prefect and MLflow …"):
             _start(servers, config, options, folder)
