@@ -140,7 +140,7 @@ def summary(console: Console, figures: dict[str, Any], columns: dict[str, dict[s
     if (joules := figures["joules_per_million_tokens"]) is not None:
         cost += f", {joules:.0f} J"
     console.print(
-        f"{cost} per million tokens; {figures['settled_depth']:.0f} responses outstanding",
+        f"{cost} per million tokens; depth settled at {figures['settled_depth']:.0f} responses",
         soft_wrap=True,
     )
     version = f"{figures['model_name']} version {figures['model_version']}, alias candidate"
