@@ -26,6 +26,7 @@ from tests.engine.families import (
     FAMILIES,
     REFUSED,
     REFUSED_BY_VLLM,
+    ROUGHER,
     apart,
     compare,
     folders,
@@ -130,8 +131,8 @@ def another_type(named: dict, old: dict, name: str) -> None:
     named[name] = named[name].to(torch.bfloat16)
 
 
-# In this order, a sampler is fit for the next fault after each.
-FAULTS = [another_type, swapped_halves, stale, left_out]
+# After each of these a sampler is fit for the next; `left_out` comes last.
+FAULTS = [another_type, swapped_halves, stale]
 
 
 def faulty(weights: Weights, old: Weights, fault: Any, name: str) -> Weights:
@@ -154,7 +155,8 @@ def notices(backend: str, old_folder: Path, new_folder: Path, names: list[str]) 
     said = []
     worker.rehearse(old)
     worker.advance(prompt_batch([random_ids(9, 1, 50)]))
-    for version, (fault, name) in enumerate(itertools.product(FAULTS, names), start=1):
+    cases = [*itertools.product(FAULTS, names), (left_out, names[0])]
+    for version, (fault, name) in enumerate(cases, start=1):
         weights = dataclasses.replace(faulty(new, old, fault, name), version=version)
         with pytest.raises((WrongSamplerError, WeightsMismatchError)) as error:
             worker.advance(None, weights)
@@ -177,14 +179,14 @@ FAULTY = {
 @pytest.mark.parametrize("family", FAULTY)
 def test_a_faulty_publication_is_noticed_before_a_token_is_given_away(family, pair):
     said = notices("hf", *pair(family), FAULTY[family])
-    assert len(said) == 8
+    assert len(said) == 7
 
 
 @needs_vllm
 @pytest.mark.parametrize("family", FAULTY)
 def test_vllm_notices_a_faulty_publication_before_a_token_is_given_away(family, pair):
     said = apart(notices, "vllm", *pair(family), FAULTY[family])
-    assert len(said) == 8
+    assert len(said) == 7
     assert all("student" in text or "rollout.backend=hf" in text or "type" in text for text in said)
 
 
@@ -196,7 +198,7 @@ def test_vllm_notices_a_faulty_publication_before_a_token_is_given_away(family, 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED_BY_VLLM])
 def test_vllm_is_right_before_across_and_after_a_swap(family, pair):
     outcome = compare(apart(sample, "vllm", *pair(family)), *pair(family))
-    assert max(dataclasses.astuple(outcome)) < TOLERANCE
+    assert max(dataclasses.astuple(outcome)) < ROUGHER.get(family, TOLERANCE)
 
 
 @needs_vllm
