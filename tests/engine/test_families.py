@@ -8,6 +8,7 @@ each family, and minutes: `make families-test` runs it.
 import dataclasses
 import importlib.util
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ PROMPTS = [random_ids(length, length, 50) for length in (3, 17, 8)]
 RESPONSES = [random_ids(length, 90 + length, 50) for length in (9, 2, 14)]
 IDS = torch.tensor([random_ids(24, 7, 50)])
 
+# One of each kind; the others are left to `make families-test`, for they take their time together.
+CORE = {"llama twice", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi", "phi3", "olmo"}
+CORE |= {"granite", "starcoder2", "gpt_neox", "gptj", "gpt2", "bloom", "falcon", "cohere2"}
+CORE |= {"smollm3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"}
+
+
+def each(families: Iterable[str]) -> Any:
+    slow = pytest.mark.families
+    cases = [f if f in CORE else pytest.param(f, marks=slow) for f in families]
+    return pytest.mark.parametrize("family", cases)
+
+
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
@@ -60,13 +73,13 @@ def pair(tmp_path_factory, tiny_tokenizer):
     return of
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each(FAMILIES)
 def test_the_reference_sampler_is_right_before_across_and_after_a_swap(family, pair):
     outcome = compare(sample("hf", *pair(family)), *pair(family))
     assert max(dataclasses.astuple(outcome)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each(FAMILIES)
 def test_a_learner_saves_restores_and_goes_on_bit_for_bit(family, pair, tmp_path):
     student_folder, teacher_folder = pair(family)
     rollouts = rollout_batch(language(student_folder), PROMPTS, RESPONSES, Dense())
@@ -183,7 +196,7 @@ def test_a_faulty_publication_is_noticed_before_a_token_is_given_away(family, pa
 
 
 @needs_vllm
-@pytest.mark.parametrize("family", FAULTY)
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.families)])
 def test_vllm_notices_a_faulty_publication_before_a_token_is_given_away(family, pair):
     said = apart(notices, "vllm", *pair(family), FAULTY[family])
     assert len(said) == 7
