@@ -62,7 +62,7 @@ def row(family: str, folder: Path) -> list[str]:
     pair = folders(family, folder, build_tokenizer())
     cells = [FAMILIES[family].note, worst("hf", pair)]
     if family in REFUSED_BY_VLLM:
-        assert apart(rehearse, "vllm", pair[0])
+        assert REFUSED_BY_VLLM[family] in apart(rehearse, "vllm", pair[0])
         return [*cells, f"refused: {REFUSED_BY_VLLM[family]}"]
     return [*cells, worst("vllm", pair)]
 

@@ -8,6 +8,7 @@ each family, and minutes: `make families-test` runs it.
 import dataclasses
 import importlib.util
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.engine.families import (
     FAMILIES,
     REFUSED,
     REFUSED_BY_VLLM,
+    ROUGHER,
     apart,
     compare,
     folders,
@@ -40,6 +42,18 @@ TOLERANCE = 1e-4
 PROMPTS = [random_ids(length, length, 50) for length in (3, 17, 8)]
 RESPONSES = [random_ids(length, 90 + length, 50) for length in (9, 2, 14)]
 IDS = torch.tensor([random_ids(24, 7, 50)])
+
+# One of each kind; the others are left to `make families-test`, for they take their time together.
+CORE = {"llama twice", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi", "phi3", "olmo"}
+CORE |= {"granite", "starcoder2", "gpt_neox", "gptj", "gpt2", "bloom", "falcon", "cohere2"}
+CORE |= {"smollm3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"}
+
+
+def each(families: Iterable[str]) -> Any:
+    slow = pytest.mark.families
+    cases = [f if f in CORE else pytest.param(f, marks=slow) for f in families]
+    return pytest.mark.parametrize("family", cases)
+
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -59,13 +73,13 @@ def pair(tmp_path_factory, tiny_tokenizer):
     return of
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each(FAMILIES)
 def test_the_reference_sampler_is_right_before_across_and_after_a_swap(family, pair):
     outcome = compare(sample("hf", *pair(family)), *pair(family))
     assert max(dataclasses.astuple(outcome)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each(FAMILIES)
 def test_a_learner_saves_restores_and_goes_on_bit_for_bit(family, pair, tmp_path):
     student_folder, teacher_folder = pair(family)
     rollouts = rollout_batch(language(student_folder), PROMPTS, RESPONSES, Dense())
@@ -130,8 +144,8 @@ def another_type(named: dict, old: dict, name: str) -> None:
     named[name] = named[name].to(torch.bfloat16)
 
 
-# In this order, a sampler is fit for the next fault after each.
-FAULTS = [another_type, swapped_halves, stale, left_out]
+# After each of these a sampler is fit for the next; `left_out` comes last.
+FAULTS = [another_type, swapped_halves, stale]
 
 
 def faulty(weights: Weights, old: Weights, fault: Any, name: str) -> Weights:
@@ -154,7 +168,8 @@ def notices(backend: str, old_folder: Path, new_folder: Path, names: list[str]) 
     said = []
     worker.rehearse(old)
     worker.advance(prompt_batch([random_ids(9, 1, 50)]))
-    for version, (fault, name) in enumerate(itertools.product(FAULTS, names), start=1):
+    cases = [*itertools.product(FAULTS, names), (left_out, names[0])]
+    for version, (fault, name) in enumerate(cases, start=1):
         weights = dataclasses.replace(faulty(new, old, fault, name), version=version)
         with pytest.raises((WrongSamplerError, WeightsMismatchError)) as error:
             worker.advance(None, weights)
@@ -177,14 +192,14 @@ FAULTY = {
 @pytest.mark.parametrize("family", FAULTY)
 def test_a_faulty_publication_is_noticed_before_a_token_is_given_away(family, pair):
     said = notices("hf", *pair(family), FAULTY[family])
-    assert len(said) == 8
+    assert len(said) == 7
 
 
 @needs_vllm
-@pytest.mark.parametrize("family", FAULTY)
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.families)])
 def test_vllm_notices_a_faulty_publication_before_a_token_is_given_away(family, pair):
     said = apart(notices, "vllm", *pair(family), FAULTY[family])
-    assert len(said) == 8
+    assert len(said) == 7
     assert all("student" in text or "rollout.backend=hf" in text or "type" in text for text in said)
 
 
@@ -196,7 +211,7 @@ def test_vllm_notices_a_faulty_publication_before_a_token_is_given_away(family, 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED_BY_VLLM])
 def test_vllm_is_right_before_across_and_after_a_swap(family, pair):
     outcome = compare(apart(sample, "vllm", *pair(family)), *pair(family))
-    assert max(dataclasses.astuple(outcome)) < TOLERANCE
+    assert max(dataclasses.astuple(outcome)) < ROUGHER.get(family, TOLERANCE)
 
 
 @needs_vllm
