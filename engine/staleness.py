@@ -47,7 +47,7 @@ class Bound:
 WAITED = 0.05
 # Of fresh rollouts the effective sample is 1. Below this, what a step trained on is no longer what
 # the learner would say, and idle workers cost less than older rollouts would.
-DRIFTED = 0.9
+DRIFTED = 0.8
 
 
 class Depth:

@@ -174,9 +174,9 @@ def test_rows_that_age_in_the_buffer_make_it_shallower_down_to_a_batch() -> None
 def test_a_learner_that_runs_away_from_its_rollouts_makes_it_shallower_though_it_waits() -> None:
     depth = Depth(batch=8, permits=40)
     for expected in (14, 12, 10, 8, 8):
-        depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=0.8)
+        depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=0.7)
         assert depth.value == expected
-    depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=0.95)
+    depth.observe(waited=0.3, free_slots=3, unscored=0, left_over=0, effective=0.85)
     assert depth.value == 10, "and deeper again when it has calmed down"
 
 
