@@ -343,8 +343,9 @@ def test_only_positions_that_predict_a_response_token_get_a_gradient(make, teach
     seen: list[tuple[Tensor, Tensor]] = []
 
     def keep(module, arguments, keywords, output) -> None:
-        output.last_hidden_state.retain_grad()
-        seen.append((keywords["input_ids"], output.last_hidden_state))
+        if output.last_hidden_state.requires_grad:  # not the canary's
+            output.last_hidden_state.retain_grad()
+            seen.append((keywords["input_ids"], output.last_hidden_state))
 
     make.model.model.base_model.register_forward_hook(keep, with_kwargs=True)
     stepped(learner, [batch], ROWS)
