@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import hypothesis
 import pytest
+import ray
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -119,3 +120,17 @@ def tiny_teacher(
 ) -> Path:
     """Folder of the teacher: the student's shape and tokenizer, other weights."""
     return save_model(tmp_path_factory.mktemp("models") / "teacher", tiny_tokenizer, seed=2)
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """One Ray for all tests, started in another folder than the runs'."""
+    ray.init(
+        address="local",
+        num_cpus=3,  # as many processes as a run has workers
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()

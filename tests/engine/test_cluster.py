@@ -26,20 +26,6 @@ STEPS = 4
 RELATIVE = Path("runs") / "one"
 
 
-@pytest.fixture(scope="session")
-def ray_session():
-    """One Ray for all tests, started in another folder than the runs'."""
-    ray.init(
-        address="local",
-        num_cpus=3,  # as many processes as a run has workers
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    yield
-    ray.shutdown()
-
-
 @dataclass
 class Story:
     """What the run's driver saw."""

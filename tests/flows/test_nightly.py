@@ -10,7 +10,6 @@ from typing import Any
 import mlflow
 import pyarrow.parquet as pq
 import pytest
-import ray
 from prefect.testing.utilities import prefect_test_harness
 
 from engine.config import RunConfig, load
@@ -41,7 +40,9 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory, tiny_student: Path, tiny_teacher: Path) -> Iterator[Story]:
+def story(
+    tmp_path_factory, ray_session: None, tiny_student: Path, tiny_teacher: Path
+) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("nights")
     file = folder / "night.toml"
     file.write_text(
@@ -60,12 +61,10 @@ def story(tmp_path_factory, tiny_student: Path, tiny_teacher: Path) -> Iterator[
     )
     for name, count in (("evaluation", 48), ("other", 8), ("two", 8)):
         _append(folder / f"{name}.jsonl", name, 0, count)
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     with prefect_test_harness(server_startup_timeout=120):
         told = Story(folder)
         _tell(told, file)
         yield told
-    ray.shutdown()
 
 
 def _tell(story: Story, file: Path) -> None:
