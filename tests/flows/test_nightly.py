@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,7 @@ def story(
     )
     for name, count in (("evaluation", 48), ("other", 8), ("two", 8)):
         _append(folder / f"{name}.jsonl", name, 0, count)
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # of another test: mlflow.set_tracking_uri sets it
     with prefect_test_harness(server_startup_timeout=120):
         told = Story(folder)
         _tell(told, file)
